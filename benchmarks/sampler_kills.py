@@ -5,8 +5,8 @@
 
 The run is `earnest run quickstart` on nano with two sampler processes, `sampler.staleness` 2 and a checkpoint at every
 step. In each session some sampler processes are killed at random moments, then the trainer; the next session is
-`earnest run RUN --resume`. At the end rollouts.jsonl must have every step once, no batch twice, none left out and no row
-older than the staleness, and `earnest run RUN --replay` must train it again bit for bit. ``--write`` writes
+`earnest run RUN --resume`. At the end rollouts.jsonl must have every step once, no batch twice, none left out and no
+row older than the staleness, and `earnest run RUN --replay` must train it again bit for bit. ``--write`` writes
 benchmarks/results/sampler_kills.json. A session whose samplers died three times in a row stops by itself, as it should,
 and is resumed like the others.
 """
@@ -118,7 +118,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as scratch:
         killed = Killed(Path(scratch) / "run", given)
         while not killed.session():
-            print(f"{killed.samplers} samplers, {killed.trainer} trainers killed; {steps(killed.out)} steps", flush=True)
+            print(
+                f"{killed.samplers} samplers, {killed.trainer} trainers killed; {steps(killed.out)} steps", flush=True
+            )
         assert (killed.samplers, killed.trainer) == (given.samplers, given.trainer), "the run ended first; more --steps"
         found = check(killed.out, given.steps)
         again = Path(scratch) / "again"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -145,6 +146,30 @@ def test_the_next_turn_computes_only_what_is_new(kind: str, monkeypatch: pytest.
             assert (x.tokens, x.finish) == (y.tokens, y.finish)
             assert x.logprobs == pytest.approx(y.logprobs, abs=1e-4)
     assert longest == first if kind == "gemma2" else longest <= 12 < first
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize("rests", [[1, 1, 1], [1, 3, 2], [0, 2, 1]], ids=["equal", "ragged", "a prompt begins another"])
+def test_what_all_prompts_begin_with_is_computed_once(
+    kind: str, rests: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The completions are those of each prompt alone, also where the common beginning is all of one prompt; windows
+    cannot begin with keys and values that are there."""
+    policy, computed = shared(kind), []
+    hidden = type(policy).hidden
+    common = [5 + (7 * i) % 20 for i in range(34)]
+    prompts = [[*common, *range(30 + 3 * i, 30 + 3 * i + rest)] for i, rest in enumerate(rests)]
+    alone = [replace(c, prompt_index=i) for i, p in enumerate(prompts) for c in sample(policy, [p], 2, SPEC)]
+    monkeypatch.setattr(
+        type(policy), "hidden", lambda self, ids, **kw: (computed.append(ids.shape), hidden(self, ids, **kw))[1]
+    )
+    found = sample(policy, prompts, 2, SPEC)
+    for x, y in zip(found, alone, strict=True):
+        assert (x.prompt_index, x.tokens, x.finish) == (y.prompt_index, y.tokens, y.finish)
+        assert x.logprobs == pytest.approx(y.logprobs, abs=1e-4)
+    length, longest = min(34, min(map(len, prompts)) - 1), max(map(len, prompts))
+    want = [(3, longest)] if kind == "gemma2" else [(1, length), (3, longest - length)]
+    assert [tuple(shape) for shape in computed if shape[1] > 1] == [shape for shape in want if shape[1] > 1]
 
 
 def test_gradients_and_modes_come_back() -> None:

@@ -163,7 +163,9 @@ def test_an_asynchronous_run_is_recorded_and_replays_bit_for_bit(path: Path, tmp
     assert any(abs(t["ratio"] - 1) > 1e-4 for t in terms), "the ratio is to the weights that sampled"
     page = (folder / "report.html").read_text()
     assert "Samplers worked while the trainer trained" in page and "share of the time that samplers waited" in page
-    worked = [1 - found for found in (share_of(steps, lines(folder), name) for name in ("trainer/idle", "sampler/idle"))]
+    worked = [
+        1 - found for found in (share_of(steps, lines(folder), name) for name in ("trainer/idle", "sampler/idle"))
+    ]
     gain = f"in turns, the same work takes {sum(worked):.2f} times" if sum(worked) > 1 else "no time was gained"
     assert gain in page
     again = replay(folder, [f"out={tmp_path / 'again'}"], QUIET).folder

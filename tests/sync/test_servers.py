@@ -152,7 +152,7 @@ def test_completions_under_way_continue_with_new_weights(
         sent: list[dict[str, Any]] = []
 
         def before(path: str, body: bytes) -> tuple[str, bytes]:
-            sent.extend([json.loads(body)] * (path == "/v1/completions"))
+            sent.extend([json.loads(body)] if path == "/v1/completions" else [])
             return path, body
 
         proxy.before = before

@@ -257,11 +257,6 @@ def run_slots(
 class Adapted:
     """Mixin that gives a linear module its adapted forward."""
 
-    @property
-    def computes_own_weight(self) -> bool:
-        """Whether the forward is that of the module's weight alone: the adapter is merged into it."""
-        return self._modules[SLOTS].layer.stash is not None  # type: ignore[attr-defined]
-
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         holder = self._modules[SLOTS]  # type: ignore[attr-defined]
         slots = holder._modules.values()

@@ -163,10 +163,9 @@ class LocalEngine:
     @contextmanager
     def slots(self, spec: SampleSpec, tokens: int, max_rows: int) -> Iterator[SlotSampler]:
         """The live policy as a sampler that rows join at any time; about ``tokens`` will be sampled."""
-        from earnest.models.products import packed
         from earnest.models.slots import SlotSampler
 
-        with self._for_sampling(tokens), evaluating(self.policy), packed(self.policy, tokens):
+        with self._for_sampling(tokens), evaluating(self.policy):
             yield SlotSampler(self.policy, spec, max_rows=max_rows, resume=True)
 
     @contextmanager

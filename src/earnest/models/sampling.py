@@ -101,12 +101,11 @@ def sample(
     progress(finished, total) is called when completions finish.
     The other settings are those of ``SlotSampler``.
     """
-    from earnest.models.products import packed
     from earnest.models.slots import SlotSampler
 
     rows = _rows(policy, prompts, n, spec)
     done: dict[tuple[int, int], Completion] = {}
-    with evaluating(policy), packed(policy, len(rows) * spec.max_new_tokens):
+    with evaluating(policy):
         slots = SlotSampler(policy, spec, max_rows=max_rows, compact_below=compact_below, cache=cache)
         slots.submit(sorted(rows, key=lambda row: len(row.prompt)))
         while len(done) < len(rows):

@@ -1,8 +1,9 @@
 """Continuous batching: rows join and leave the decoding batch at every token.
 
-A row that has ended leaves its slot to the next row that waits. Each row has its own random numbers, and its prompt is
-computed once for all rows that wait with the same one. So a completion is a function of (weights, prompt, seed, draw),
-whatever else is in the batch and whenever it joined, up to the rounding of matrix products of other shapes.
+A row that has ended leaves its slot to the next row that waits. Each row has its own random numbers. Its prompt is
+computed once for all rows that wait with the same one, and what all waiting prompts begin with once for all of them. So
+a completion is a function of (weights, prompt, seed, draw), whatever else is in the batch and whenever it joined, up to
+the rounding of matrix products of other shapes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from earnest.models.policy import Policy
 from earnest.models.sampling import Completion, SampleRow, SampleSpec, choose, uniforms
 
 _KEPT_BYTES = 1 << 29  # keys and values of conversations that wait; those of others are computed again
+_SHARED = 64  # tokens that a common beginning must save; a forward pass for fewer costs more than it saves
 _TRIM_EVERY = 32  # steps between two looks for columns that are padding in every row
 
 Finished = list[tuple[SampleRow, Completion]]
@@ -100,7 +102,8 @@ class SlotSampler:
         self._groups: list[_Group] = []
         self._ends = torch.as_tensor(sorted(spec.ends(policy)), dtype=torch.long, device=policy.device)
         self._alive = 0
-        self._resume = resume and self.kind == "buffered" and can_resume(policy)
+        self._from_prefixes = self.kind == "buffered" and can_resume(policy)
+        self._resume = resume and self._from_prefixes
         self._prefixes: dict[tuple[int, int], Prefix] = {}
 
     def __len__(self) -> int:
@@ -145,7 +148,7 @@ class SlotSampler:
     def _start(self, rows: list[SampleRow]) -> _Group:
         device, steps = self.policy.device, self.spec.max_new_tokens
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
-        prefixes = self._prefixes_of(rows, len(place), place) if self._prefixes else None
+        prefixes = self._prefixes_of(rows, len(place), place) if self._prefixes else self._shared(list(place))
         owner = torch.as_tensor([place[row.prompt] for row in rows], device=device)
         exact = torch.float32 if device.type == "mps" else torch.float64
         return _Group(
@@ -168,6 +171,18 @@ class SlotSampler:
             if prefix is not None and row.prompt[: len(prefix.tokens)] == prefix.tokens != row.prompt:
                 found[place[row.prompt]] = prefix
         return found if any(found) else None
+
+    def _shared(self, prompts: list[tuple[int, ...]]) -> list[Prefix | None] | None:
+        """The tokens with which all prompts begin, such as a system prompt, are computed once."""
+        first, last = min(prompts), max(prompts)  # what these two share, all share
+        most = min(map(len, prompts)) - 1
+        count = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), most)
+        if not self._from_prefixes or count * (len(prompts) - 1) < _SHARED:
+            return None
+        common = first[:count]
+        one = start(self.policy, self.kind, [common], torch.zeros(1, dtype=torch.long, device=self.policy.device), 0)
+        assert isinstance(one, Cached)
+        return [one.prefix(0, common)] * len(prompts)
 
     # --- one token ----------------------------------------------------------------------------------------------------
 

@@ -50,12 +50,10 @@ def _gain(run: Run) -> str:
         sum(span * (1 - (s.metrics.get(name) or 0.0)) for s, span in zip(steps, spans, strict=True)) / total
         for name in ("trainer/idle", "sampler/idle")
     )
+    worked = f"The trainer worked {trained:.0%} of the time and the mean sampler {sampled:.0%}"
     if trained + sampled <= 1:
-        return f"The trainer worked {trained:.0%} of the time and the mean sampler {sampled:.0%}, so no time was gained."
-    return (
-        f"The trainer worked {trained:.0%} of the time and the mean sampler {sampled:.0%}: in turns, the same work takes "
-        f"{trained + sampled:.2f} times as long."
-    )
+        return f"{worked}, so no time was gained."
+    return f"{worked}: in turns, the same work takes {trained + sampled:.2f} times as long."
 
 
 def _row(text: str, values: Sequence[float]) -> Html | None:

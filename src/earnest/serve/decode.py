@@ -365,8 +365,8 @@ class Decoder:
     def abort(self, adapter: Adapter | None) -> int:
         """Cancel the adapter's requests: each ends at its next token. Returns how many there are."""
         with self._wake:
-            under_way = [*self._waiting, *(row.pending for group in list(self.batch.groups) for row in list(group.rows))]
-        own = dict.fromkeys(pending for pending in under_way if pending.request.adapter is adapter)
+            decoded = [row.pending for group in list(self.batch.groups) for row in list(group.rows)]
+            own = {pending for pending in (*self._waiting, *decoded) if pending.request.adapter is adapter}
         for pending in own:
             pending.cancel()
         return len(own)
