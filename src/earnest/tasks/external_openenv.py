@@ -55,7 +55,7 @@ class OpenEnvSettings(Checked):
     solved: float = setting(1.0, "the sum of an episode's rewards from which it counts as correct")
 
 
-class ServerError(TaskError):
+class OpenEnvError(TaskError):
     """The server answered with an error."""
 
     def __init__(self, url: str, data: Mapping[str, Any]) -> None:
@@ -68,14 +68,14 @@ class ServerError(TaskError):
         super().__init__(f"the OpenEnv server at {url} answered: {self.reason}.{hint}")
 
 
-class Session:
+class OpenEnvSession:
     """One episode at the server."""
 
     def __init__(self, url: str, socket: ClientConnection) -> None:
         self.url, self.socket = url, socket
 
     @classmethod
-    async def open(cls, url: str) -> Session:
+    async def open(cls, url: str) -> OpenEnvSession:
         from websockets.asyncio.client import connect
 
         return cls(url, await connect(f"ws{url.removeprefix('http')}/ws", max_size=_LARGEST))
@@ -88,7 +88,7 @@ class Session:
             await self.socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(await self.socket.recv())
         if answer.get("type") == "error":
-            raise ServerError(self.url, answer.get("data") or {})
+            raise OpenEnvError(self.url, answer.get("data") or {})
         found: Mapping[str, Any] = answer.get("data") or {}
         return found
 
@@ -97,10 +97,10 @@ class Session:
 
 
 @dataclass
-class Episode:
+class OpenEnvEpisode:
     """The state of one conversation. ``failures``: (turn, observation) of every action that failed."""
 
-    session: Session
+    session: OpenEnvSession
     turns: int = 0
     reward: float = 0.0
     done: bool = False
@@ -131,7 +131,7 @@ class OpenEnv:
         return [Prompt(f"{self.name}:{number}", (), {"seed": number}) for number in found]
 
     async def reset(self, prompt: Prompt, seed: int) -> Opening:
-        session = await Session.open(self.url)
+        session = await OpenEnvSession.open(self.url)
         try:
             seen = observed(await session.ask("reset", {"seed": int(prompt.data["seed"])}))
         except BaseException:
@@ -143,9 +143,9 @@ class OpenEnv:
             raise TaskError(f"task.prompt: is required, because {self.url} starts an episode without a text.")
         roles = ("system", "user")[-len(texts) :]
         messages = tuple({"role": role, "content": text} for role, text in zip(roles, texts, strict=True))
-        return Opening(messages, Episode(session))
+        return Opening(messages, OpenEnvEpisode(session))
 
-    async def step(self, state: Episode, message: Message) -> StepResult:
+    async def step(self, state: OpenEnvEpisode, message: Message) -> StepResult:
         before, turn, state.turns = state.reward, state.turns, state.turns + 1
         if self.text is not None:
             seen = await self._act(state, turn, {self.text: str(message.get("content") or "")})
@@ -164,7 +164,7 @@ class OpenEnv:
             replies.append(tool_message(f"call_{number}", "", text))
         return StepResult(tuple(replies), state.done or not replies, state.reward - before)
 
-    async def _call(self, state: Episode, turn: int, name: str, arguments: Mapping[str, Any]) -> str:
+    async def _call(self, state: OpenEnvEpisode, turn: int, name: str, arguments: Mapping[str, Any]) -> str:
         known = [tool["function"]["name"] for tool in self.tools]
         if name not in known:
             text = f"Error: there is no tool {name!r}; the tools are {', '.join(known)}."
@@ -173,11 +173,11 @@ class OpenEnv:
         mcp = {"type": "call_tool", "tool_name": name, "arguments": dict(arguments)}
         return await self._act(state, turn, mcp if self._mcp else arguments)
 
-    async def _act(self, state: Episode, turn: int, action: Mapping[str, Any]) -> str:
+    async def _act(self, state: OpenEnvEpisode, turn: int, action: Mapping[str, Any]) -> str:
         """The observation after an action, as a text."""
         try:
             answer = await state.session.ask("step", action)
-        except ServerError as error:
+        except OpenEnvError as error:
             if not error.invalid:
                 raise
             answer = {"observation": {"error": {"message": error.reason}}}
@@ -188,7 +188,7 @@ class OpenEnv:
             state.failures.append((turn, state.last))
         return state.last
 
-    async def grade(self, state: Episode, ending: Ending) -> Grade:
+    async def grade(self, state: OpenEnvEpisode, ending: Ending) -> Grade:
         await state.session.close()
         if state.reward >= self.settings.solved:
             return Grade(0.0, "", True)
@@ -228,7 +228,7 @@ def _schema(name: str, about: str, parameters: Mapping[str, Any]) -> dict[str, A
 
 async def _tools(url: str) -> list[Mapping[str, Any]]:
     """The schemas of the server's MCP tools."""
-    session = await Session.open(url)
+    session = await OpenEnvSession.open(url)
     try:
         answer = await session.ask("mcp", {"jsonrpc": "2.0", "id": 1, "method": "tools/list", "params": {}})
     finally:
