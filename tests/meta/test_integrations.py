@@ -52,8 +52,7 @@ def imported(tree: ast.AST) -> Iterator[str]:
 def unmarked(source: str, core: set[str]) -> dict[str, set[str]]:
     """The parts of a test file, by name, that import an optional package without the mark, with the packages.
 
-    A helper may import one if some test of the file has the mark: the test that calls it is seen by running the core's
-    tests where no optional package is installed, which CI does.
+    A helper may import one if some test of the file has the mark. ``borrowing`` finds tests of other files that use it.
     """
     known = core | OURS | sys.stdlib_module_names
     found: dict[str, set[str]] = {}
@@ -67,6 +66,22 @@ def unmarked(source: str, core: set[str]) -> dict[str, set[str]]:
     return found
 
 
+def helpers(source: str, core: set[str]) -> set[str]:
+    """The functions of a test file, other than tests, that import an optional package."""
+    known = core | OURS | sys.stdlib_module_names
+    parts = [part for part in ast.parse(source).body if isinstance(part, ast.FunctionDef)]
+    return {part.name for part in parts if not part.name.startswith("test_") and set(imported(part)) - known}
+
+
+def borrowing(source: str, lent: dict[str, set[str]]) -> set[str]:
+    """The names that this file imports from ``lent`` (module → helpers) and uses in a part without the mark."""
+    tree = ast.parse(source)
+    imports = [node for node in tree.body if isinstance(node, ast.ImportFrom)]
+    taken = {a.asname or a.name for node in imports for a in node.names if a.name in lent.get(str(node.module), ())}
+    plain = [part for part in tree.body if part not in imports and "mark.integration" not in ast.unparse(part)]
+    return taken & {node.id for part in plain for node in ast.walk(part) if isinstance(node, ast.Name)}
+
+
 def test_an_optional_import_without_the_mark_is_found() -> None:
     core = {"pytest"}
     assert unmarked("import trl\n", core) == {"line 1": {"trl"}}
@@ -77,6 +92,10 @@ def test_an_optional_import_without_the_mark_is_found() -> None:
     assert unmarked("import ray\n" + marked, core) == {"line 1": {"ray"}}, (
         "the mark of one test does not cover the file"
     )
+    assert helpers("def make():\n    import ray\n", core) == {"make"}
+    take = "from tests.a import make\n"
+    assert borrowing(take + "def test_b():\n    make()\n", {"tests.a": {"make"}}) == {"make"}
+    assert not borrowing(take + "@pytest.mark.integration\ndef test_b():\n    make()\n", {"tests.a": {"make"}})
 
 
 def test_every_test_with_an_optional_import_is_marked() -> None:
@@ -87,6 +106,12 @@ def test_every_test_with_an_optional_import_is_marked() -> None:
         "these need @pytest.mark.integration, or a line in INTEGRATIONS of tests/conftest.py, or their package in the "
         f"extra `test`: {missing}"
     )
+    lent = {
+        ".".join(p.relative_to(ROOT).with_suffix("").parts): helpers(p.read_text(), core)
+        for p in sorted((ROOT / "tests").rglob("*.py"))
+    }
+    borrowed = {str(p.relative_to(ROOT)): found for p in tests if (found := borrowing(p.read_text(), lent))}
+    assert not borrowed, f"these use a helper that imports an optional package, in a part without the mark: {borrowed}"
 
 
 def test_the_core_has_no_heavy_package() -> None:

@@ -182,7 +182,7 @@ def _results(runs: Sequence[Run]) -> Html:
             el("tr", el("th", mark, cells[0], scope="row"), el("td", status), *(el("td", cell) for cell in cells[2:]))
         )
     measures = dict.fromkeys(TITLES[run.measure] for run in runs)
-    table = scroll("Results", el("table", el("thead", head), el("tbody", *rows), class_="terms"))
+    table = scroll("Results", el("table", el("thead", head), el("tbody", *rows), class_="terms results"))
     return el("div", table, note(f"{', '.join(measures)}; ± 1 standard error over prompts or rows."))
 
 
