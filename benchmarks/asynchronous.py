@@ -28,7 +28,7 @@ from earnest.config import RunConfig, dump, from_mapping, recipes
 from earnest.engines import LocalEngine
 from earnest.engines.base import Rollout
 from earnest.models import SampleSpec
-from earnest.runs import RunFolder, environment
+from earnest.runs import RunFolder
 from earnest.runs.lifecycle import go
 from earnest.runs.sampling import sampling_engine
 from earnest.runs.setup import build
@@ -62,7 +62,7 @@ def measure(config: RunConfig, staleness: int, place: Path) -> dict[str, Any]:
     pool = SamplerPool(setup.require_local("a benchmark"), rows, members, staleness=staleness)
     setup = replace(setup, samplers=pool)
     header = {"recipe": "benchmark", **setup.describe()}
-    run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+    run = RunFolder.create(place, config, setup.policy, header)
     finished = go(setup, run, Console(file=io.StringIO()), resumed=False)
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     steps = [line for line in lines if line["kind"] == "step"]

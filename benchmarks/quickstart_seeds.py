@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from earnest.runs.evaluate import gain
+from earnest.runs.comparison import gain
 
 SURE = 5.0
 """The smallest gain in standard errors; by chance it occurs less than once in a million."""

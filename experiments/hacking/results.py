@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from earnest.errors import EarnestError
-from earnest.runs.evaluate import standard_error
+from earnest.runs.comparison import standard_error
 
 FILE = "results.json"
 T95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}

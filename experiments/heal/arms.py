@@ -13,10 +13,10 @@ from earnest.disk import write_json
 from earnest.models.policy import Policy
 from earnest.objectives.trust import AGGREGATES
 from earnest.seeds import derive
-from earnest.steering import Contrast, Loop, Steering, TooFewSurvivors, TraitEvaluator, equal_firing, heal, observer
-from earnest.steering.loop import Say
+from earnest.steering import Contrast, TooFewSurvivors, TraitEvaluator, heal
 from earnest.tasks import get_task
 from experiments.heal.config import HealConfig
+from experiments.heal.loop import Loop, Say, Steering, equal_firing, observer
 
 TAUS = ("same", "calibrated")
 

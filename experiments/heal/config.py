@@ -46,7 +46,7 @@ class HealConfig(Strict):
     task: str = Field("style/warmth", description="a style/… task: its axis gives the contrast and the grader")
     contrast: ContrastConfig | None = Field(None, description="the two poles in words; none: the axis' own")
     rounds: Whole = Field(3, description="rounds of steer and heal")
-    steering: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Steering")
+    steering: dict[str, Any] = Field(default_factory=dict, description="fields of experiments.heal.loop.Steering")
     filter: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Filter")
     healing: dict[str, Any] = Field(default_factory=dict, description="fields of earnest.steering.Healing")
     adapter: AdapterConfig = Field(description="what each round trains")
@@ -85,7 +85,7 @@ class HealConfig(Strict):
         return AXES[name]
 
     def build_steering(self) -> Any:
-        from earnest.steering import Steering
+        from experiments.heal.loop import Steering
 
         return make(Steering, self.steering)
 

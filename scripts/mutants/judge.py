@@ -29,8 +29,8 @@ import pytest
 from earnest.mutation.operators import OPERATORS, Edit, changes
 from earnest.mutation.operators import arguments as swapped_arguments
 from earnest.mutation.score import ANYWHERE
-from earnest.mutation.wiring import WIRING
 from scripts.mutants import coverage
+from scripts.mutants.wiring import WIRING
 from scripts.pins import ROOT
 
 OUT = ROOT / "benchmarks/results/mutation/packages"

@@ -295,7 +295,7 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     bucket.delete(bucket.list("outer/00000000/delta"))
     built = _build(config, quiet())
     header = {"recipe": "test", **built.describe(), "url": url, "on": "local"}
-    folder = RunFolder.create(tmp_path / "run", dump(config), {}, header)
+    folder = RunFolder.create(tmp_path / "run", config, built.policy, header)
     launcher = Launcher(built, folder, reporter_on(quiet()), [])
     launcher.follow(config, Scripted({}), url)
     launcher._look(Stopper(print))

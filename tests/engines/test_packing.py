@@ -81,7 +81,7 @@ def test_a_completion_does_not_attend_to_another_one(both: tuple[LocalEngine, Lo
     inputs = batch.inputs.clone()
     inputs[0, 3:6] = (inputs[0, 3:6] + 1) % VOCABULARY  # the first completion of the first prompt
     other = batch.with_signals(inputs=inputs)
-    states = [packed._cut(b)[0].hidden(packed.policy).detach() for b in (batch, other)]
+    states = [packed._hidden(packed._cut(b)[0]).detach() for b in (batch, other)]
     changed = (states[0] - states[1]).abs().amax(1) > 1e-12
     assert bool(changed[batch.row == 0].any())
     assert not bool(changed[batch.row != 0].any())

@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from earnest.mutation.operators import Rewrite, mutants
-from earnest.mutation.wiring import (
+from scripts.mutants.judge import executing, within
+from scripts.mutants.table import results, rows
+from scripts.mutants.wiring import (
     WIRING,
     argument_dropped,
     cleanup_removed,
@@ -22,8 +24,6 @@ from earnest.mutation.wiring import (
     state_lost,
     threshold,
 )
-from scripts.mutants.judge import executing, within
-from scripts.mutants.table import results, rows
 
 
 @pytest.mark.parametrize(

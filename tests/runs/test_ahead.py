@@ -20,7 +20,7 @@ from earnest.config import RunConfig, dump, load_file
 from earnest.engines.base import Rollout
 from earnest.errors import CheckpointError, ConfigError, EarnestError, SamplingError
 from earnest.models import SampleSpec
-from earnest.runs import RunFolder, environment, replay, resume, start
+from earnest.runs import RunFolder, replay, resume, start
 from earnest.runs.ahead import BatchesAhead
 from earnest.runs.errors import RunStopped
 from earnest.runs.lifecycle import go
@@ -102,7 +102,7 @@ def trained(setup: Setup, resumed: bool = False) -> Path:
         run = RunFolder.open(place)
     else:
         header = {"recipe": "test", **setup.describe()}
-        run = RunFolder.create(place, dump(setup.config), environment.describe(setup.policy), header)
+        run = RunFolder.create(place, setup.config, setup.policy, header)
     return go(setup, run, QUIET, resumed=resumed).folder
 
 

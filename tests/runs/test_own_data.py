@@ -238,7 +238,7 @@ def test_held_out_loss_by_hand(make_config: Make, talks: Path) -> None:
     assert found.metrics["heldout/perplexity"] == pytest.approx(math.exp(loss), rel=1e-3)
     residual = sum((s - loss * t) ** 2 for s, t in zip(sums, counts, strict=True))
     spread = math.sqrt(n / (n - 1) * residual) / sum(counts)
-    from earnest.runs.evaluate import standard_error
+    from earnest.runs.comparison import standard_error
 
     assert sum(found.parts) / n == pytest.approx(loss, rel=1e-4)
     assert standard_error(found.parts) == pytest.approx(spread, rel=1e-3)

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from earnest.config import dump, load, load_file
+from earnest.config import load, load_file
 from earnest.errors import ConfigError
+from earnest.models import load as load_policy
 from earnest.runs.folder import RunFolder
 from earnest.runs.lifecycle import continued
 
@@ -19,7 +20,7 @@ def test_the_budget_of_a_judge_may_change(tmp_path: Path) -> None:
     config = load("quickstart", [f"data={rows}", judge])[1]
     header = {"recipe": "quickstart", "task": "graded", "objective": "grpo", "seed": 0, "steps": config.steps}
     model = {"name": "nano", "version": "nano-1"}
-    run = RunFolder.create(tmp_path / "run", dump(config), {}, {**header, "model": model})
+    run = RunFolder.create(tmp_path / "run", config, load_policy("nano"), {**header, "model": model})
     file = run.path / "config.yaml"
     old = load_file(file)
     assert continued(run, old, load_file(file, ["task.grade.max_calls=50"])) != old

@@ -21,8 +21,9 @@ from earnest.proving import prove
 from earnest.rollouts import demonstrate
 from earnest.runs import check, start
 from earnest.runs.collect import BatchSource
+from earnest.runs.comparison import gain, standard_error
 from earnest.runs.errors import RunStopped
-from earnest.runs.evaluate import evaluate, gain, heldout, standard_error
+from earnest.runs.evaluate import evaluate, heldout
 from earnest.runs.loop import probe_batch
 from earnest.runs.preflight import preflight
 from earnest.runs.progress import Bars
@@ -429,8 +430,8 @@ def test_no_config_field_is_read_by_nothing(
         return found
 
     # what replicas, guards, services and samplers do with theirs is watched where they run (tests/guards, …/serve);
-    # conversations read theirs as a whole (tests/rollouts), and other models as teachers theirs (tests/signals)
-    others = ("SyncConfig", "GuardConfig", "EngineConfig", "SamplerConfig", "TurnsConfig")
+    # other models as teachers read theirs in tests/signals
+    others = ("SyncConfig", "GuardConfig", "EngineConfig", "SamplerConfig")
     parts = {c for c in classes(RunConfig) if c.__name__ not in others}
     fields = {(c.__name__, f) for c in parts for f in c.model_fields}
     # read by `earnest recipes`, by replicas alone, and while the config is validated

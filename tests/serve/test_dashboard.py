@@ -14,7 +14,7 @@ import pytest
 from playwright.sync_api import Browser, expect
 
 from earnest.serve.keys import new_key
-from earnest.serve.store import StoredCompletion
+from earnest.serve.rows import StoredCompletion
 from tests.report import folders
 from tests.report.browser import PATIENCE, Watched, chromium
 from tests.serve.conftest import Live, serving

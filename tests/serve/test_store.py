@@ -19,7 +19,8 @@ from earnest.serve import versions
 from earnest.serve.database import Database
 from earnest.serve.errors import BadRequest, Busy, Conflict, NoModel, NotFound
 from earnest.serve.names import check_name
-from earnest.serve.store import NewFeedback, ServerStore, StoredCompletion
+from earnest.serve.rows import NewFeedback, StoredCompletion
+from earnest.serve.store import ServerStore
 
 floats = st.floats(max_value=0, allow_nan=False, allow_infinity=False)
 

@@ -11,9 +11,10 @@ import earnest as en
 from earnest.objectives import KLBarrier, Objective
 from earnest.objectives.trust import AGGREGATES
 from earnest.signals import with_reference
-from earnest.steering import Healing, SteeringError, equal_firing, heal, observer
+from earnest.steering import Healing, SteeringError, heal
 from earnest.steering.filter import SteeredSample, read
 from earnest.steering.heal import demonstrations
+from experiments.heal.loop import equal_firing, observer
 
 LORA = en.LoRA(rank=4)
 TARGETS = ("q_proj", "v_proj")

@@ -19,8 +19,6 @@ from earnest.steering import (
     Contrast,
     Filter,
     Healing,
-    Loop,
-    Steering,
     SteeringError,
     SteeringWarning,
     TooFewSurvivors,
@@ -28,6 +26,7 @@ from earnest.steering import (
     Vector,
 )
 from earnest.tasks.base import Task
+from experiments.heal.loop import Loop, Steering
 from tests.adapters.test_gates import Opaque
 from tests.steering.conftest import logits
 

@@ -169,7 +169,7 @@ def test_a_task_of_ones_own_in_a_recipe(folder: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(Path(__file__).parent)
     config = from_mapping(recipes.read(str(folder / "mine.yaml"))[1])
     assert config.task.name == f"{folder.resolve() / 'my_task.py'}:Echo"
-    assert config.task.build().prompts("train", 1, 0)[0].data["answer"] == "ok"
+    assert get_task(config.task.name, config.task.fields).prompts("train", 1, 0)[0].data["answer"] == "ok"
 
 
 def test_a_run_warns_of_what_its_grader_pays_for(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -168,7 +168,7 @@ def test_a_recipe_gives_a_reward_model_the_runs_device_and_long_rows_are_errors(
          "data": {"train": str(file), "heldout": 0.2}, "grade": grade}
     )  # fmt: skip
     assert config.task is not None and config.task.fields["grade"][1]["device"] == "cpu"
-    task = config.task.build()
+    task = get_task(config.task.name, config.task.fields)
     prompts = task.prompts("train", 2, 0)
     (grade_,) = grade_all(task, prompts[:1], ["w7"])
     assert grade_.extras["exact"] == 0 and grade_.reward == pytest.approx(0.5 * float(grade_.extras["reward_model"]))

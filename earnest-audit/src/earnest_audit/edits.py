@@ -19,13 +19,12 @@ Batch = dict[str, Any]
 
 # Roles whose values are log-probs of single tokens: never above 0.
 LOGPROBS = ("behaviour", "proximal", "reference", "reference_chosen", "reference_rejected")
-# Roles with one value per token, which must not matter where the loss is not taken.
-PER_TOKEN = ("advantages", "behaviour", "proximal", "reference", "reference_distribution", "teacher", "importance",
-             "weights", "values", "returns", "rewards")  # fmt: skip
 SIDES = ("chosen", "rejected")
 # Roles that the gradient must depend on, in the order in which they are tried.
 INPUTS = ("advantages", "rewards", *LOGPROBS, "reference_distribution", "teacher", "importance", "weights", "values",
           "returns", "margin")  # fmt: skip
+# Those of them with one value per token, which must not matter where the loss is not taken; the others are per row.
+PER_TOKEN = tuple(role for role in INPUTS if role not in ("reference_chosen", "reference_rejected", "margin"))
 
 
 def generator(step: Step, salt: int = 0) -> torch.Generator:

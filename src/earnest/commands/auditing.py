@@ -69,10 +69,11 @@ def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
     """The audit of the grader of ``my_task.py:Name``."""
     from earnest.config.load import check_mapping
     from earnest.config.schema import TaskConfig
-    from earnest.tasks import is_environment
+    from earnest.tasks import Environment, Task, get_task, is_environment
     from earnest.tasks.audit import audit_grader
 
-    found = check_mapping(TaskConfig, {"name": task}, overrides).build()
+    given = check_mapping(TaskConfig, {"name": task}, overrides)
+    found: Task | Environment = get_task(given.name, given.fields)
     if is_environment(found):
         raise EarnestError(f"{task} is an environment; audit its conversations with: earnest audit agent task={task}")
     return audit_grader(found)

@@ -5,12 +5,13 @@ from __future__ import annotations
 import difflib
 import typing
 from collections.abc import Iterator
+from dataclasses import is_dataclass
 from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
 from earnest.errors import EarnestError, nearest
-from earnest.settings import FieldProblem
+from earnest.settings import FieldProblem, settings
 
 _TYPES = {
     "int_type": "a whole number",
@@ -23,6 +24,8 @@ _TYPES = {
     "dict_type": "a mapping",
     "model_type": "a mapping of keys to values",
     "model_attributes_type": "a mapping of keys to values",
+    "dataclass_type": "a mapping of keys to values",
+    "dataclass_exact_type": "a mapping of keys to values",
     "finite_number": "a finite number",
 }
 _BOUNDS = {
@@ -77,7 +80,7 @@ def _is_union_tag(part: object) -> bool:
     return isinstance(part, str) and (part in ("int", "str", "float", "bool", "none") or "[" in part)
 
 
-def suggest(location: list[str], model: type[BaseModel]) -> str:
+def suggest(location: list[str], model: type[Any]) -> str:
     """A suggestion for an unknown key: the same key in another mapping, else the nearest key of this mapping."""
     beside = _fields_at(location[:-1], model)
     if close := difflib.get_close_matches(location[-1], beside, n=1, cutoff=0.6):
@@ -88,7 +91,7 @@ def suggest(location: list[str], model: type[BaseModel]) -> str:
     return nearest(location[-1], beside)
 
 
-def dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+def dotted(model: type[Any], prefix: str = "") -> Iterator[str]:
     """Every key of a model and of the models in it; keys inside lists are left out."""
     extra = getattr(model, "known_fields", None)
     for name in [*names(model), *(extra() if extra else ())]:
@@ -98,7 +101,7 @@ def dotted(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from dotted(inner, f"{prefix}{name}.")
 
 
-def _fields_at(location: list[str], model: type[BaseModel]) -> list[str]:
+def _fields_at(location: list[str], model: type[Any]) -> list[str]:
     for part in location:
         if part.isdigit():
             continue
@@ -109,15 +112,17 @@ def _fields_at(location: list[str], model: type[BaseModel]) -> list[str]:
     return names(model)
 
 
-def names(model: type[BaseModel]) -> list[str]:
-    """The keys of one mapping, as a recipe writes them."""
+def names(model: type[Any]) -> list[str]:
+    """The keys of one mapping, a model or a class of settings, as a recipe writes them."""
+    if is_dataclass(model):
+        return [name for name, _, _ in settings(model)]
     hidden = getattr(model, "hidden_fields", ())
     return [field.alias or name for name, field in model.model_fields.items() if name not in hidden]
 
 
-def _inner(model: type[BaseModel], name: str) -> type[BaseModel] | None:
-    field = model.model_fields.get(name)
+def _inner(model: type[Any], name: str) -> type[Any] | None:
+    field = getattr(model, "model_fields", {}).get(name)
     if field is None:
         return None
     candidates = [field.annotation, *typing.get_args(field.annotation)]
-    return next((c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)), None)
+    return next((c for c in candidates if isinstance(c, type) and (issubclass(c, BaseModel) or is_dataclass(c))), None)

@@ -7,12 +7,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, model_serializer, model_validator
 
 from earnest.registry import Registry
 from earnest.settings import make, plain, settings
+
+T = TypeVar("T")
 
 Whole = Annotated[int, Field(ge=1)]
 
@@ -25,8 +27,9 @@ class Strict(BaseModel):
     model_config = STRICT
 
 
-class Kinded(Strict):
-    """A mapping whose ``kind`` decides which other keys it has; ``fields`` holds those keys, with every default."""
+class Kinded(Strict, Generic[T]):
+    """A mapping that describes a ``T``: its ``kind`` decides which other keys it has; ``fields`` holds those keys, with
+    every default."""
 
     hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
 
@@ -35,7 +38,7 @@ class Kinded(Strict):
     _built: Any = PrivateAttr(None)
 
     @classmethod
-    def registry(cls) -> Registry[Any]:
+    def registry(cls) -> Registry[type[T]]:
         """Where the kinds are registered."""
         raise NotImplementedError  # abstract: every subclass defines it
 
@@ -53,7 +56,7 @@ class Kinded(Strict):
         return {k: v for k, v in data.items() if k in own} | {"fields": {k: v for k, v in data.items() if k not in own}}
 
     @model_validator(mode="after")
-    def _resolve(self) -> Kinded:
+    def _resolve(self) -> Kinded[T]:
         self._built = make(self.registry().find(self.kind), self.values())
         self.fields = {k: v for k, v in plain(self._built).items() if k not in type(self).model_fields}
         return self
@@ -62,9 +65,10 @@ class Kinded(Strict):
         """The settings of the class, as given."""
         return self.fields
 
-    def build(self) -> Any:
+    def build(self) -> T:
         """The instance that the mapping describes. It is frozen and made once."""
-        return self._built
+        found: T = self._built
+        return found
 
     @model_serializer(mode="plain")
     def _flat(self) -> dict[str, Any]:

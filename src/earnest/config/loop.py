@@ -11,6 +11,7 @@ from earnest.config.task import TaskConfig
 from earnest.errors import ConfigError
 from earnest.models.sampling import SampleSpec
 from earnest.rollouts.conversing import TurnSettings
+from earnest.settings import make
 
 
 class SamplingConfig(Strict):
@@ -21,21 +22,6 @@ class SamplingConfig(Strict):
     max_new_tokens: int = key_of(SampleSpec, "max_new_tokens", default=16)
     temperature: float = Field(1.0, gt=0, description="the sampling temperature, also of the evaluation")
     workers: int = Field(0, ge=0, description="Ray actors that sample; 0: the training process samples")
-
-
-class TurnsConfig(Strict):
-    """Conversations with an environment: their limits, and how rewards become advantages."""
-
-    max_turns: int = key_of(TurnSettings, "max_turns")
-    max_tokens: int | None = key_of(TurnSettings, "max_tokens")
-    credit: Literal["trajectory", "turn"] = key_of(TurnSettings, "credit")
-    discount: float = key_of(TurnSettings, "discount")
-    hint: str | None = key_of(TurnSettings, "hint")
-    teach: Literal["turn", "onward"] = key_of(TurnSettings, "teach")
-    at_once: int = key_of(TurnSettings, "at_once")
-
-    def build(self) -> TurnSettings:
-        return TurnSettings(**self.model_dump())
 
 
 class EvalConfig(Strict):
@@ -108,7 +94,7 @@ class LoopConfig(Strict):
     steps: Whole = Field(description="batches to train on")
     seed: int = Field(0, ge=0, lt=2**31, description="decides prompts, samples and the adapter's initialization")
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)
-    turns: TurnsConfig = Field(default_factory=TurnsConfig, description="conversations with an environment")
+    turns: TurnSettings = Field(default_factory=TurnSettings, description="conversations with an environment")
     advantages: Literal["group", "batch", "none", "leave_one_out"] | None = Field(
         None, description="how rewards become advantages; none: as the terms define them, `group` if they allow any"
     )
@@ -133,6 +119,11 @@ class LoopConfig(Strict):
         default_factory=list, description="loggers besides metrics.jsonl; each needs the extra of the same name"
     )
     out: str | None = Field(None, min_length=1, description="the run folder; none: runs/<recipe>-<time>")
+
+    @field_validator("turns", mode="before")
+    @classmethod
+    def _settings_of_turns(cls, given: Any) -> Any:
+        return make(TurnSettings, given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _compares_evaluations(self) -> LoopConfig:

@@ -32,7 +32,7 @@ from earnest.settings import make
 from earnest.tasks import from_data
 
 
-class TermConfig(Kinded):
+class TermConfig(Kinded[Term]):
     """One term of the loss; ``earnest objectives`` lists the kinds and their fields."""
 
     kind: str = Field(description="which term; `earnest objectives` lists them")
@@ -50,12 +50,8 @@ class TermConfig(Kinded):
     def values(self) -> Mapping[str, Any]:
         return self.fields | {"name": self.name}
 
-    def build(self) -> Term:
-        found: Term = super().build()
-        return found
 
-
-class AdapterConfig(Kinded):
+class AdapterConfig(Kinded[Variant]):
     """The adapter that is trained; ``earnest adapters`` lists the kinds and their fields."""
 
     kind: str = Field(description="which adapter; `earnest adapters` lists them")
@@ -71,12 +67,8 @@ class AdapterConfig(Kinded):
     def registry(cls) -> Registry[type[Variant]]:
         return VARIANTS
 
-    def build(self) -> Variant:
-        found: Variant = super().build()
-        return found
 
-
-class OptimizerConfig(Kinded):
+class OptimizerConfig(Kinded[Optimizer]):
     """The optimizer: how a gradient becomes an update."""
 
     kind: str = Field(
@@ -87,10 +79,6 @@ class OptimizerConfig(Kinded):
     @classmethod
     def registry(cls) -> Registry[type[Optimizer]]:
         return OPTIMIZERS
-
-    def build(self) -> Optimizer:
-        found: Optimizer = super().build()
-        return found
 
 
 class SamplerConfig(Strict):

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, field_validator, model_serializer, model_validator
+from pydantic import AfterValidator, Field, model_serializer, model_validator
 
 from earnest import plugins
 from earnest.config.kinds import Strict
 from earnest.errors import ConfigError
-from earnest.tasks import Environment, Task, get_task
 
 
 class TaskConfig(Strict):
@@ -17,9 +16,8 @@ class TaskConfig(Strict):
 
     hidden_fields: ClassVar[tuple[str, ...]] = ("fields",)
 
-    name: str = Field(
-        min_length=1,
-        description="`earnest tasks` lists them; `earnest tasks NAME` shows the settings. Your own: `my_task.py:Name`",
+    name: Annotated[str, Field(min_length=1), AfterValidator(plugins.absolute)] = Field(
+        description="`earnest tasks` lists them; `earnest tasks NAME` shows the settings. Your own: `my_task.py:Name`"
     )
     fields: dict[str, Any] = Field(default_factory=dict)
 
@@ -34,15 +32,6 @@ class TaskConfig(Strict):
         if not isinstance(data, cls):
             raise ConfigError(f"must be a text, got {data!r}.")
         return data
-
-    @field_validator("name")
-    @classmethod
-    def _found_from_anywhere(cls, name: str) -> str:
-        return plugins.absolute(name)
-
-    def build(self) -> Task | Environment:
-        """The task; some are large, so it is loaded only here."""
-        return get_task(self.name, self.fields)
 
     @model_serializer(mode="plain")
     def _flat(self) -> Any:

@@ -25,7 +25,7 @@ from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.outer import SyncSchedule, WeightCopies
 from earnest.diloco.signing import signatures
 from earnest.report.watch import FALLING, RunWatch
-from earnest.runs import environment, verdicts
+from earnest.runs import verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.lifecycle import Finished, complete
 from earnest.runs.loop import TrainingLoop
@@ -94,7 +94,7 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
     try:
         preflight(setup)
         header = {"recipe": recipe, **setup.describe(), "url": url, "on": on}
-        run = RunFolder.create(place, dump(config), environment.describe(setup.policy), header)
+        run = RunFolder.create(place, config, setup.policy, header)
         try:
             _put(url, recipe, dump(config), _rows(setup))
         except StoreError as error:

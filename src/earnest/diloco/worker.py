@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from torch import Tensor
 
-from earnest.config import RunConfig, dump
+from earnest.config import RunConfig
 from earnest.config.load import from_mapping
 from earnest.config.replicas import ReplicaPlan, plan
 from earnest.config.text import parse
@@ -28,7 +28,7 @@ from earnest.diloco.wire import Wire
 from earnest.disk import clean
 from earnest.errors import CheckpointError, ConfigError
 from earnest.rollouts import Rollouts
-from earnest.runs import checkpoints, environment
+from earnest.runs import checkpoints
 from earnest.runs.collect import BatchSource
 from earnest.runs.folder import RunFolder
 from earnest.runs.loop import TrainingLoop
@@ -218,4 +218,4 @@ def _folder(place: Path, url: str, replica: int, recipe: str, setup: Setup) -> R
             raise CheckpointError(f"{place} belongs to another run or replica; give another --folder.")
         return run
     header = {"recipe": recipe, **setup.describe(), **facts}
-    return RunFolder.create(place, dump(setup.config), environment.describe(setup.policy), header)
+    return RunFolder.create(place, setup.config, setup.policy, header)

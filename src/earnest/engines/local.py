@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +26,6 @@ from earnest.engines.base import Guard, Outer
 from earnest.engines.compiling import CompiledLayers
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
-from earnest.engines.layouts import Layouts
 from earnest.engines.mesh import Mesh
 from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
@@ -37,7 +35,7 @@ from earnest.engines.trained import Trained, refuse_whole_readers
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.errors import ConfigError, NothingToTrain, ObjectiveError
 from earnest.models.policy import Policy
-from earnest.models.sampling import Completion, SampleSpec, evaluating, sample
+from earnest.models.sampling import SampleSpec, evaluating
 from earnest.objectives.base import Objective, Term, Value
 from earnest.objectives.needs import LogProb, Need, SpectralNorm
 from earnest.objectives.view import Field, Scalars
@@ -114,7 +112,7 @@ class LocalEngine:
             split_rates(self.optimizer, self.trained.own(faster), ratio)
         if guard is not None:
             guard.bind(adapter, self.optimizer)
-        self.layouts = Layouts(policy, self.mesh, pack)
+        self.layouts = micro.Layouts(policy, self.mesh, pack)
         self.version = 0
         self.tokens = 0
         self.planned: float | None = None  # the next update's rate as a share of lr; None: by the version
@@ -131,12 +129,13 @@ class LocalEngine:
 
     def plan(self, t: int, total: int) -> None:
         """The next update is number ``t`` (from 1) of ``total``: it has the schedule's rate of that number."""
-        self.planned = self.optimizer_spec.share(t, total)
+        schedule = self.optimizer_spec.schedule
+        self.planned = None if schedule is None else schedule.share(t, total)
 
     def _set_rate(self) -> None:
         """Without a schedule the rates stay as they are."""
-        if self.optimizer_spec.schedule is not None:
-            share = self.optimizer_spec.share(self.version + 1) if self.planned is None else self.planned
+        if (schedule := self.optimizer_spec.schedule) is not None:
+            share = schedule.share(self.version + 1) if self.planned is None else self.planned
             set_rates(self.optimizer, self.optimizer_spec.lr * share)
         self.planned = None
 
@@ -144,21 +143,28 @@ class LocalEngine:
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
+        from earnest.models.slots import sample
+
+        # each rank samples some of the prompts; all completions of equal prompts are one rank's
+        distinct = {p: i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
+        mine = [i for i, p in enumerate(prompts) if distinct[tuple(p)] % self.mesh.size == self.mesh.rank]
         with self._for_sampling(len(prompts) * n * spec.max_new_tokens):
-            completions = self._completions(prompts, n, spec)
-        return [
+            found = sample(self.policy, [prompts[i] for i in mine], n, spec) if mine or not prompts else []
+        own = [
             Rollout(
-                c.prompt_index,
+                mine[c.prompt_index],
                 c.sample_index,
-                tuple(prompts[c.prompt_index]),
+                tuple(prompts[mine[c.prompt_index]]),
                 c.tokens,
                 c.logprobs,
                 c.finish,
                 self.version,
                 spec.temperature or 1.0,
             )
-            for c in completions
+            for c in found
         ]
+        everyone = [rollout for rollouts in self.mesh.gathered(own) for rollout in rollouts]
+        return sorted(everyone, key=lambda r: (r.prompt_index, r.sample_index))
 
     @contextmanager
     def slots(self, spec: SampleSpec, tokens: int, max_rows: int) -> Iterator[SlotSampler]:
@@ -180,16 +186,6 @@ class LocalEngine:
         merge = self.adapter.merging_exact and self.adapter.mergeable and self.adapter.merging_pays(tokens)
         with self.adapter.merged() if merge else nullcontext():
             yield
-
-    def _completions(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Completion]:
-        """Each rank samples some of the prompts; all completions of equal prompts are one rank's."""
-        if self.mesh.size == 1:
-            return sample(self.policy, prompts, n, spec)
-        distinct = {p: i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        mine = [i for i, p in enumerate(prompts) if distinct[tuple(p)] % self.mesh.size == self.mesh.rank]
-        own = sample(self.policy, [prompts[i] for i in mine], n, spec) if mine else []
-        found = self.mesh.gathered([replace(c, prompt_index=mine[c.prompt_index]) for c in own])
-        return sorted((c for own in found for c in own), key=lambda c: (c.prompt_index, c.sample_index))
 
     @torch.no_grad()
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
@@ -249,7 +245,7 @@ class LocalEngine:
     def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
         """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` have the layout that ``scalars`` returns."""
         batch = batch.to(self.policy.device)
-        with self._summed():
+        with self.trained.summed(self.mesh):
             self._backward(batch, weights, self._cut(batch))
 
     def update(self) -> UpdateReport:
@@ -276,7 +272,8 @@ class LocalEngine:
             guard = self.guard.judge(self.names, before, self.parameters) if self.guard else {}
         length = self.trained.norm([p.detach() - b for p, b in zip(self.parameters, before, strict=True)])
         self.optimizer.zero_grad(set_to_none=True)
-        self.trained.require_same()
+        if self.mesh.size > 1:
+            self.trained.require_same()
         self.version += 1
         outer = self.outer.after_update(self) if self.outer else {}
         factor = min(1.0, bound / norm) if norm > 0 else 1.0
@@ -290,7 +287,9 @@ class LocalEngine:
         measured = self.gradient_shares(batch, objective) if shares else None
         done = self._accumulate(batch, objective)
         self.tokens += done.tokens
-        return report_of(objective, done, self.update(), self.objective_state, measured)
+        report = report_of(objective, done, self.update(), measured)
+        self.objective_state = objective.advance(self.objective_state, done.values)
+        return report
 
     # --- gradients without a trace (for reports and the audit) --------------------------------------------------------
 
@@ -332,12 +331,9 @@ class LocalEngine:
     # --- the passes ---------------------------------------------------------------------------------------------------
 
     def _accumulate(self, batch: Batch, objective: Objective) -> Pass:
-        idle = objective.check(batch)
-        for label, initial in objective.initial_state().items():
-            self.objective_state.setdefault(label, initial)
+        idle, needs, counts = objective.prepare(batch, self.objective_state)
         if self.estimator == "sampled":
             demand_ratio(batch, objective, self.objective_state, self.version, idle)
-        needs = objective.needs(batch, self.objective_state, idle)
         local = [w.term.label for w in objective.live() if "batch_local" in w.term.laws]
         if local and self.mesh.size > 1:
             raise ObjectiveError(
@@ -346,27 +342,33 @@ class LocalEngine:
             )
         self.mesh.require_same("batches", [batch.inputs, batch.weight, *batch.tensors()])
         parts = self._cut(batch, bool(local))
-        with self._summed():
+        with self.trained.summed(self.mesh):
             if not objective.additive and (len(parts) > 1 or self.mesh.size > 1):
                 passes.refuse_batch_local(objective, len(parts))
                 fields = self.scalars(batch, needs)
                 leaves = passes.leaves(fields)
-                result = objective.evaluate(batch, leaves, self.objective_state)
+                result = objective.evaluate(batch, leaves, self.objective_state, counts)
                 self._backward(batch, passes.derivatives(result.loss, leaves), parts)
-                return self._pass(float(result.loss.detach()), result.values, idle, "two passes", batch, parts)
-            counts = objective.counts(batch)
-            found: list[tuple[float, Mapping[str, Value]]] = []
-            for part in parts:
-                fields = self.parameter_fields(needs) | self._fields(part, passes.token_needs(needs))
-                leaves = passes.leaves(fields)
-                result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
-                weights = {} if part.spare else passes.derivatives(result.loss, leaves)
-                passes.propagate(fields, weights, always=self.mesh.size > 1)
-                if not part.spare:
-                    found.append((float(result.loss.detach()), passes.detached(result.values)))
-        found = [each for own in self.mesh.gathered(found) for each in own]
-        values = passes.merge([values for _, values in found])
-        return self._pass(sum(loss for loss, _ in found), values, idle, "one pass", batch, parts)
+                ran, loss, values = "two passes", float(result.loss.detach()), dict(result.values)
+            else:
+                ran, found = "one pass", list[tuple[float, Mapping[str, Value]]]()
+                for part in parts:
+                    fields = self.parameter_fields(needs) | self._fields(part, passes.token_needs(needs))
+                    leaves = passes.leaves(fields)
+                    result = objective.evaluate(part.batch, leaves, self.objective_state, counts)
+                    weights = {} if part.spare else passes.derivatives(result.loss, leaves)
+                    self._propagate(fields, weights)
+                    if not part.spare:
+                        found.append((float(result.loss.detach()), passes.detached(result.values)))
+                found = [each for own in self.mesh.gathered(found) for each in own]
+                loss, values = sum(loss for loss, _ in found), passes.merge([values for _, values in found])
+        sizes = self.mesh.gathered((sum(p.computed for p in parts), sum(p.padding for p in parts)))
+        computed, padding = (sum(size) for size in zip(*sizes, strict=True))
+        layout = self.layouts.describe(parts) + ("" if self.compiled is None else f", {self.compiled.note}")
+        return Pass(
+            loss, values, idle, passes=ran, micro_batches=len(parts), tokens=batch.active.shape[0],
+            computed_tokens=computed, padded_tokens=padding, layout=layout,
+        )  # fmt: skip
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -380,22 +382,6 @@ class LocalEngine:
             self.mesh = self.layouts.mesh = mesh
             sum_over_ranks(self.policy.model)
 
-    @contextmanager
-    def _summed(self) -> Iterator[None]:
-        """What the block adds to the gradients is summed over the ranks."""
-        if self.mesh.size == 1 and not self.trained.any_sharded:
-            yield
-            return
-        held = [p.grad for p in self.parameters]
-        for p in self.parameters:
-            p.grad = None
-        with self.mesh.own_random():
-            yield
-        self.trained.sum_gradients(self.mesh)
-        for p, before in zip(self.parameters, held, strict=True):
-            if before is not None:
-                p.grad = before if p.grad is None else before + p.grad
-
     def _backward(self, batch: Batch, weights: Mapping[Need, Tensor], parts: Sequence[micro.Micro]) -> None:
         total = batch.active.shape[0]
         token_needs = passes.token_needs(list(weights))
@@ -403,38 +389,29 @@ class LocalEngine:
             fields = self._fields(part, token_needs)
             wholes = {need: Field(weights[need], passes.coverage(batch, need)) for need in token_needs}
             own = {n: micro.slice_like(f, part, n, weights, wholes[n], total) for n, f in fields.items()}
-            passes.propagate(fields, {} if part.spare else own, always=self.mesh.size > 1)
-        found = self.parameter_fields(list(weights))
-        if self.mesh.rank == 0:  # they depend on no rows, and count once
-            passes.propagate(found, weights)
+            self._propagate(fields, {} if part.spare else own)
+        if self.mesh.rank == 0:  # those of parameters depend on no rows, and count once
+            self._propagate(self.parameter_fields(list(weights)), weights)
+
+    def _propagate(self, fields: Mapping[Need, Field], weights: Mapping[Need, Tensor]) -> None:
+        """Backward from the fields with these derivatives; on several ranks also where all of them are missing."""
+        if self.mesh.size > 1:
+            weights = {n: weights[n] if n in weights else torch.zeros_like(f.values) for n, f in fields.items()}
+        pairs = [(f.values, weights[n]) for n, f in fields.items() if n in weights and f.values.requires_grad]
+        if pairs:
+            torch.autograd.backward([v for v, _ in pairs], [w.to(v.dtype) for v, w in pairs])
 
     def _hidden(self, part: micro.Micro) -> Float[Tensor, "n d"]:
-        return part.hidden(self.policy)
+        """The last hidden states at the active tokens of these rows."""
+        if part.layout is not None:
+            return part.layout.hidden(self.policy)
+        return self.policy.hidden(part.batch.inputs)[part.batch.row, part.batch.position]
 
     def _fields(self, part: micro.Micro, needs: Sequence[Need]) -> dict[Need, Field]:
         if not needs:
             return {}
         found = vocabulary_scalars if self.estimator == "exact" else sampled_fields
         return dict(found(self._hidden(part), self.policy.head, part.batch, needs))
-
-    def _pass(
-        self,
-        loss: float,
-        values: Mapping[str, Value],
-        idle: Mapping[str, str],
-        ran: str,
-        batch: Batch,
-        parts: Sequence[micro.Micro],
-    ) -> Pass:
-        why = f" ({self.layouts.packing})" if isinstance(self.layouts.packing, str) else ""
-        layout = f"padded{why}" if any(p.layout is None for p in parts) else "packed"
-        layout += "" if self.compiled is None else f", {self.compiled.note}"
-        sizes = self.mesh.gathered((sum(p.computed for p in parts), sum(p.padding for p in parts)))
-        computed, padding = (sum(size) for size in zip(*sizes, strict=True))
-        return Pass(
-            loss, values, idle, passes=ran, micro_batches=len(parts), tokens=batch.active.shape[0],
-            computed_tokens=computed, padded_tokens=padding, layout=layout,
-        )  # fmt: skip
 
     def _cut(self, batch: Batch, same_rows: bool = False) -> list[micro.Micro]:
         return self.layouts.cut(batch, self.micro_tokens, same_rows=same_rows)

@@ -1,4 +1,4 @@
-"""Cut a batch into micro-batches of rows, and join their per-token values.
+"""Deal a batch to the ranks, cut it into micro-batches of rows, packed or padded, and join their per-token values.
 
 Packed rows with common beginnings go together, or padded rows of similar length. Micro-batches may have different
 sizes; the result does not depend on them, because the objectives divide by the whole batch's counts.
@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Int
 from torch import Tensor
 
-from earnest.engines.packing import WORTH, Packed, Packer
+from earnest.engines.mesh import Mesh
+from earnest.engines.packing import WORTH, Packed, Packer, why_not
 from earnest.models.policy import Policy
 from earnest.objectives.metrics import merge
 from earnest.objectives.needs import Need
@@ -34,12 +36,6 @@ class Micro:
     spare: bool = False
     """Computed so that every rank makes as many passes, and left out of every result."""
 
-    def hidden(self, policy: Policy) -> Float[Tensor, "n d"]:
-        """The last hidden states at the active tokens of these rows."""
-        if self.layout is not None:
-            return self.layout.hidden(policy)
-        return policy.hidden(self.batch.inputs)[self.batch.row, self.batch.position]
-
     @property
     def computed(self) -> int:
         """The positions that go through the model."""
@@ -49,6 +45,55 @@ class Micro:
     def padding(self) -> int:
         """The computed positions that are no token of a row."""
         return self.computed - sum(self.batch.lengths) if self.layout is None else self.layout.padding
+
+
+class Layouts:
+    """Cuts batches for one policy on one mesh. ``pack``: True packs rows, False pads them, None: as it is cheaper."""
+
+    def __init__(self, policy: Policy, mesh: Mesh, pack: bool | None) -> None:
+        self.policy, self.mesh, self.pack = policy, mesh, pack
+
+    @cached_property
+    def packing(self) -> Packer | str:
+        """What packs the rows, or the reason why they are padded."""
+        if self.pack is False:
+            return "pack is false"
+        if self.pack is None and self.policy.device.type == "cpu" and self.policy.dtype.itemsize == 2:
+            return "16 bits on a CPU; pack=true packs them"
+        return why_not(self.policy) or Packer(self.policy)
+
+    def cut(self, batch: Batch, max_tokens: int, *, same_rows: bool = False) -> list[Micro]:
+        """This rank's micro-batches, as many as every other rank's.
+
+        ``same_rows``: a term divides by the tokens of its micro-batch, so packing must not change its rows.
+        """
+        if self.mesh.size == 1:
+            return self._layout(batch, max_tokens, same_rows)
+        trees = [] if isinstance(self.packing, str) else self.packing.trees(batch, max_tokens)
+        rows = self.mesh.deal(*self.mesh.units(batch, [(t.rows, t.size) for t in trees]))
+        parts: list[Micro] = []
+        if rows:
+            places = batch.tokens_of(rows)
+            parts = [replace(p, token=places[p.token]) for p in self._layout(batch.rows(rows), max_tokens, same_rows)]
+        most = max(self.mesh.gathered(len(parts)))
+        if len(parts) < most:
+            first = next(r for r, size in enumerate(batch.sizes) if size)
+            spare = parts[-1] if parts else self._layout(batch.rows([first]), max_tokens, same_rows)[0]
+            parts += [replace(spare, spare=True)] * (most - len(parts))
+        return parts
+
+    def describe(self, parts: Sequence[Micro]) -> str:
+        """How these micro-batches are laid out: packed, or padded with the reason."""
+        why = f" ({self.packing})" if isinstance(self.packing, str) else ""
+        return f"padded{why}" if any(p.layout is None for p in parts) else "packed"
+
+    def _layout(self, batch: Batch, max_tokens: int, same_rows: bool) -> list[Micro]:
+        packer, padded = self.packing, cut(batch, max_tokens)
+        if isinstance(packer, str):
+            return padded
+        one = self.mesh.size > 1  # every rank makes the same number of forward passes
+        packed = cut_packed(batch, max_tokens, packer, same_rows=same_rows, one_block=one)
+        return packed if self.pack or saves(packed, padded, packer) else padded
 
 
 def cut(batch: Batch, max_tokens: int) -> list[Micro]:

@@ -31,10 +31,6 @@ class Optimizer(Checked):
         above=0.0,
     )
 
-    def share(self, t: int, total: int | None = None) -> float:
-        """The rate of update ``t`` (from 1) of ``total``, as a share of ``lr``."""
-        return 1.0 if self.schedule is None else self.schedule.share(t, total)
-
     def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
         """The optimizer of these parameters; weight decay may act on ``decayed`` only."""
         raise NotImplementedError  # abstract: every registered optimizer defines it

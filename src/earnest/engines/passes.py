@@ -1,4 +1,4 @@
-"""The parts of a pass over a batch: scalars as leaves, derivatives by them, backward, the sum over micro-batches."""
+"""The parts of a pass over a batch: scalars as leaves, derivatives by them, the sum over micro-batches."""
 
 from __future__ import annotations
 
@@ -48,15 +48,6 @@ def derivatives(loss: Tensor, leaves: Mapping[Need, Field]) -> dict[Need, Tensor
     with torch.enable_grad():
         grads = torch.autograd.grad(loss, [f.values for f in leaves.values()], allow_unused=True)
     return {need: g for need, g in zip(leaves, grads, strict=True) if g is not None}
-
-
-def propagate(fields: Mapping[Need, Field], weights: Mapping[Need, Tensor], *, always: bool = False) -> None:
-    """Backward from the fields with these derivatives; ``always``: also where all of them are missing."""
-    if always:
-        weights = {n: weights[n] if n in weights else torch.zeros_like(f.values) for n, f in fields.items()}
-    pairs = [(f.values, weights[n]) for n, f in fields.items() if n in weights and f.values.requires_grad]
-    if pairs:
-        torch.autograd.backward([v for v, _ in pairs], [w.to(v.dtype) for v, w in pairs])
 
 
 def detached(values: Mapping[str, Value]) -> dict[str, Value]:

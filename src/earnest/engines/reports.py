@@ -110,14 +110,13 @@ def report_of(
     objective: Objective,
     done: Pass,
     update: UpdateReport,
-    state: dict[str, dict[str, Any]],
     shares: Mapping[str, tuple[float, float]] | None = None,
 ) -> StepReport:
-    """The report of a step; ``state`` of every term that ran advances. ``shares``: (gradient norm, share) by label."""
+    """The report of a step. ``shares``: (gradient norm, share) by label."""
     terms = {}
-    for weighted in objective.live():
+    for weighted in objective.terms:
         term, label = weighted.term, weighted.term.label
-        if label in done.idle:
+        if not weighted.weight or label in done.idle:
             continue
         value = done.values[label]
         worth = float(value.loss.detach())
@@ -125,6 +124,5 @@ def report_of(
         norm, share = (shares or {}).get(label, (None, None))
         computed = (value.divergence, value.estimator)
         terms[label] = TermReport(term.kind, value.ran, weighted.weight, worth, numbers, norm, share, *computed)
-        state[label] = term.advance(state[label], worth, numbers)
     work = {part.name: getattr(done, part.name) for part in fields(Work)}
     return StepReport(done.loss, terms, objective.skipped, done.idle, update, **work)

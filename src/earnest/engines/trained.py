@@ -7,7 +7,8 @@ their memory with the model's, so it computes what one process computes for thes
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,24 @@ class Trained:
         chosen = {id(p) for p in parameters}
         return [own for held, own in zip(self.held, self.parameters, strict=True) if id(held) in chosen]
 
-    def sum_gradients(self, mesh: Mesh) -> None:
-        """Make every gradient that of all ranks' rows. Whole gradients are summed here; sharded ones already are."""
+    @contextmanager
+    def summed(self, mesh: Mesh) -> Iterator[None]:
+        """What the block adds to the gradients is summed over the ranks. Sharded gradients are sums already."""
+        if mesh.size == 1 and not self.any_sharded:
+            yield
+            return
+        before = [p.grad for p in self.parameters]
+        for p in self.parameters:
+            p.grad = None
+        with mesh.own_random():
+            yield
         mesh.sum_gradients([p for p, cut in zip(self.parameters, self.sharded, strict=True) if not cut])
         for held, own in zip(self.held, self.parameters, strict=True):
             if held is not own:
                 own.grad, held.grad = None if held.grad is None else local(held.grad), None
+        for p, grad in zip(self.parameters, before, strict=True):
+            if grad is not None:
+                p.grad = grad if p.grad is None else grad + p.grad
 
     def norm(self, tensors: Sequence[Tensor | None]) -> float:
         """√Σx² over all ranks, in float64, of tensors that are sharded like the parameters; each number counts once."""

@@ -5,4 +5,4 @@ from earnest.models.policy import HeadSpec as HeadSpec
 from earnest.models.policy import Policy as Policy
 from earnest.models.sampling import Completion as Completion
 from earnest.models.sampling import SampleSpec as SampleSpec
-from earnest.models.sampling import sample as sample
+from earnest.models.slots import sample as sample

@@ -39,11 +39,6 @@ _MULTIPLIED_LOGITS_SCALING = {"hyperclovax"}  # these multiply by the field inst
 SLICE_BYTES = 16 * 2**20
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits are computed: float64 for float64, else float32."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
 def widened_slices(
     weight: Float[Tensor, "V d"], dtype: torch.dtype, columns: int | None = None
 ) -> Iterator[tuple[slice, Float[Tensor, "v d"]]]:
@@ -106,7 +101,7 @@ class HeadSpec:
 
     def logits(self, hidden: Float[Tensor, "*B d"]) -> Float[Tensor, "*B V"]:
         """The logits in float32 or wider. A head with an adapter runs as a module; its output is widened."""
-        dtype = wide(hidden.dtype)
+        dtype = torch.promote_types(hidden.dtype, torch.float32)
         if not self.plain:
             return self.shape(self.module(hidden).to(dtype))
         whole, bias = self.weight, self.bias  # read once: a trained head forms them at every access

@@ -1,4 +1,4 @@
-"""Batched sampling with exact behaviour log-probs.
+"""How a token is drawn, with its exact behaviour log-prob; ``slots`` samples with it.
 
     token = min {v : Σ_{w ≤ v} π(w) > u},    u = U(seed, prompt, draw)[step]         (inverse CDF)
     logprob = log π(token),    π = softmax(z / T), renormalised over what top-k and top-p leave
@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -27,12 +26,9 @@ from earnest.errors import EarnestError, SamplingError
 from earnest.settings import Checked, setting
 
 if TYPE_CHECKING:
-    from earnest.models.cache import CacheKind
     from earnest.models.policy import Policy
     from earnest.models.protocol import PolicyLike
 
-Progress = Callable[[int, int], None]
-CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised in one piece
 _BLOCKS = 128  # of the vocabulary, in which the token of a number is searched
 _WHOLE = 8192  # tokens of a vocabulary that is searched in one piece
 
@@ -85,68 +81,6 @@ class SampleRow:
     limit: int = 2**31
 
 
-def sample(
-    policy: Policy,
-    prompts: Sequence[Sequence[int]],
-    n: int,
-    spec: SampleSpec,
-    progress: Progress | None = None,
-    *,
-    max_rows: int = 256,
-    compact_below: float = 0.75,
-    cache: CacheKind | None = None,
-) -> list[Completion]:
-    """``n`` completions of each prompt, prompt by prompt.
-
-    progress(finished, total) is called when completions finish.
-    The other settings are those of ``SlotSampler``.
-    """
-    from earnest.models.slots import SlotSampler
-
-    rows = _rows(policy, prompts, n, spec)
-    done: dict[tuple[int, int], Completion] = {}
-    with evaluating(policy):
-        slots = SlotSampler(policy, spec, max_rows=max_rows, compact_below=compact_below, cache=cache)
-        slots.submit(sorted(rows, key=lambda row: len(row.prompt)))
-        while len(done) < len(rows):
-            for row, completion in slots.step():
-                done[row.prompt_index, row.sample_index] = completion
-            if progress is not None:
-                progress(len(done), len(rows))
-    return [done[i, j] for i in range(len(prompts)) for j in range(n)]
-
-
-def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[SampleRow]:
-    if n < 1:
-        raise SamplingError(f"n is {n}; give at least 1 completion per prompt.")
-    if not prompts:
-        raise SamplingError("There are no prompts to sample from; give at least one.")
-    vocabulary = policy.head.weight.shape[0]
-    limit = policy.positions
-    seen: Counter[tuple[int, ...]] = Counter()
-    rows = []
-    for i, prompt in enumerate(prompts):
-        ids = tuple(int(t) for t in prompt)
-        if not ids:
-            raise SamplingError(
-                f"Prompt {i} has no tokens; give at least one (policy.render(messages), or policy.encode(text))."
-            )
-        if min(ids) < 0 or max(ids) >= vocabulary:
-            bad = next(t for t in ids if not 0 <= t < vocabulary)
-            raise SamplingError(
-                f"Prompt {i} has the token id {bad}, {policy.name} has 0 to {vocabulary - 1}; use its own tokenizer "
-                "(policy.render)."
-            )
-        if limit and len(ids) + spec.max_new_tokens - 1 > limit:
-            raise SamplingError(
-                f"Prompt {i} has {len(ids)} tokens; with max_new_tokens={spec.max_new_tokens} that is more than the "
-                f"{limit} positions of {policy.name}. Shorten the prompt or lower max_new_tokens."
-            )
-        rows += [SampleRow(i, j, ids, seen[ids] + j, spec.max_new_tokens) for j in range(n)]
-        seen[ids] += n
-    return rows
-
-
 def uniforms(rows: Sequence[SampleRow], seed: int, steps: int) -> Float64[np.ndarray, "R S"]:
     """Row i's numbers in [0, 1), one per step; a function of (seed, prompt, draw)."""
     out = np.empty((len(rows), steps))
@@ -161,21 +95,6 @@ def uniforms(rows: Sequence[SampleRow], seed: int, steps: int) -> Float64[np.nda
         key.update(row.draw.to_bytes(8, "little"))
         out[i] = np.random.Generator(np.random.Philox(key=int.from_bytes(key.digest(), "little"))).random(steps)
     return out
-
-
-def choose(
-    policy: Policy, hidden: Float[Tensor, "R d"], u: Float[Tensor, " R"], spec: SampleSpec
-) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
-    """The next token of each row and its log-prob, in parts of the rows, so that [R, V] stays small."""
-    size = max(1, CHOOSE_ELEMENTS // policy.head.weight.shape[0])
-    parts = [pick(policy.head.logits(h), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)]
-    token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
-    if not bool(logprob.isfinite().all()):
-        raise SamplingError(
-            f"{policy.name} gave logits that are not finite (nan or inf). The weights, or an adapter on them, have "
-            "diverged: go back to a checkpoint, or load in float32 if this is float16."
-        )
-    return token, logprob
 
 
 def pick(

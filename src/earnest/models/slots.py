@@ -8,8 +8,8 @@ the rounding of matrix products of other shapes.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -21,13 +21,75 @@ from torch import Tensor
 from earnest.errors import SamplingError
 from earnest.models.cache import Cached, CacheKind, Prefix, Sequences, can_resume, join, reuse, start, trim
 from earnest.models.policy import Policy
-from earnest.models.sampling import Completion, SampleRow, SampleSpec, choose, uniforms
+from earnest.models.sampling import Completion, SampleRow, SampleSpec, evaluating, pick, uniforms
 
+CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised in one piece
 _KEPT_BYTES = 1 << 29  # keys and values of conversations that wait; those of others are computed again
 _SHARED = 64  # tokens that a common beginning must save; a forward pass for fewer costs more than it saves
 _TRIM_EVERY = 32  # steps between two looks for columns that are padding in every row
 
 Finished = list[tuple[SampleRow, Completion]]
+Progress = Callable[[int, int], None]
+
+
+def sample(
+    policy: Policy,
+    prompts: Sequence[Sequence[int]],
+    n: int,
+    spec: SampleSpec,
+    progress: Progress | None = None,
+    *,
+    max_rows: int = 256,
+    compact_below: float = 0.75,
+    cache: CacheKind | None = None,
+) -> list[Completion]:
+    """``n`` completions of each prompt, prompt by prompt.
+
+    progress(finished, total) is called when completions finish.
+    The other settings are those of ``SlotSampler``.
+    """
+    rows = _rows(policy, prompts, n, spec)
+    done: dict[tuple[int, int], Completion] = {}
+    with evaluating(policy):
+        slots = SlotSampler(policy, spec, max_rows=max_rows, compact_below=compact_below, cache=cache)
+        slots.submit(sorted(rows, key=lambda row: len(row.prompt)))
+        while len(done) < len(rows):
+            for row, completion in slots.step():
+                done[row.prompt_index, row.sample_index] = completion
+            if progress is not None:
+                progress(len(done), len(rows))
+    return [done[i, j] for i in range(len(prompts)) for j in range(n)]
+
+
+def _rows(policy: Policy, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[SampleRow]:
+    if n < 1:
+        raise SamplingError(f"n is {n}; give at least 1 completion per prompt.")
+    if not prompts:
+        raise SamplingError("There are no prompts to sample from; give at least one.")
+    vocabulary = policy.head.weight.shape[0]
+    limit = policy.positions
+    seen: Counter[tuple[int, ...]] = Counter()
+    rows = []
+    for i, prompt in enumerate(prompts):
+        ids = tuple(int(t) for t in prompt)
+        if not ids:
+            raise SamplingError(
+                f"Prompt {i} has no tokens; give at least one (policy.render(messages), or policy.encode(text))."
+            )
+        if min(ids) < 0 or max(ids) >= vocabulary:
+            bad = next(t for t in ids if not 0 <= t < vocabulary)
+            raise SamplingError(
+                f"Prompt {i} has the token id {bad}, {policy.name} has 0 to {vocabulary - 1}; use its own tokenizer "
+                "(policy.render)."
+            )
+        if limit and len(ids) + spec.max_new_tokens - 1 > limit:
+            raise SamplingError(
+                f"Prompt {i} has {len(ids)} tokens; with max_new_tokens={spec.max_new_tokens} that is more than the "
+                f"{limit} positions of {policy.name}. Shorten the prompt or lower max_new_tokens."
+            )
+        rows += [SampleRow(i, j, ids, seen[ids] + j, spec.max_new_tokens) for j in range(n)]
+        seen[ids] += n
+    return rows
 
 
 @dataclass(eq=False)
@@ -190,7 +252,7 @@ class SlotSampler:
         at = group.count.clamp_max(group.tokens.shape[1] - 1)[
             :, None
         ]  # an ended row writes over its last token, which was read already
-        token, logprob = choose(self.policy, group.sequences.last, group.uniforms.gather(1, at)[:, 0], self.spec)
+        token, logprob = _choose(self.policy, group.sequences.last, group.uniforms.gather(1, at)[:, 0], self.spec)
         group.tokens.scatter_(1, at, token[:, None])
         group.logprobs.scatter_(1, at, logprob[:, None])
         group.count += 1
@@ -252,6 +314,21 @@ class SlotSampler:
             for ids, n in zip(group.tokens.tolist(), counts, strict=True)
         ]
         return torch.as_tensor([any(s in text for s in self.spec.stop) for text in texts], device=group.tokens.device)
+
+
+def _choose(
+    policy: Policy, hidden: Float[Tensor, "R d"], u: Float[Tensor, " R"], spec: SampleSpec
+) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
+    """The next token of each row and its log-prob, in parts of the rows, so that [R, V] stays small."""
+    size = max(1, CHOOSE_ELEMENTS // policy.head.weight.shape[0])
+    parts = [pick(policy.head.logits(h), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)]
+    token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
+    if not bool(logprob.isfinite().all()):
+        raise SamplingError(
+            f"{policy.name} gave logits that are not finite (nan or inf). The weights, or an adapter on them, have "
+            "diverged: go back to a checkpoint, or load in float32 if this is float16."
+        )
+    return token, logprob
 
 
 def _allowed(policy: Policy, wanted: CacheKind | None) -> CacheKind:

@@ -107,8 +107,14 @@ class Term(Checked):
         return cls()
 
     def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
-        """The active tokens that this term reads; it divides by their counts. By default those of its roles."""
-        return batch.has_role(self.roles)[batch.row]
+        """The active tokens that this term reads, those of its roles that ``selects`` leaves; it divides by their
+        counts."""
+        mine, some = batch.has_role(self.roles)[batch.row], self.selects(batch)
+        return mine if some is None else mine & some
+
+    def selects(self, batch: Batch) -> Bool[Tensor, " N"] | None:
+        """The active tokens of any role that this term may read; None: all of them."""
+        return None
 
     def counts(self, batch: Batch) -> Counts:
         """What the term divides by on this whole batch, and the share of its roles' tokens and rows that it reads."""
@@ -352,6 +358,16 @@ class Objective:
 
     def initial_state(self) -> dict[str, dict[str, Any]]:
         return {w.term.label: w.term.initial_state() for w in self.terms}
+
+    def prepare(
+        self, batch: Batch, state: dict[str, dict[str, Any]]
+    ) -> tuple[dict[str, str], tuple[Need, ...], dict[str, Counts]]:
+        """Check a whole batch before a step: its idle terms, the scalars that the others need, and what each term
+        divides by. Terms that ``state`` does not have get their initial state there."""
+        idle = self.check(batch)
+        for label, initial in self.initial_state().items():
+            state.setdefault(label, initial)
+        return idle, self.needs(batch, state, idle), self.counts(batch)
 
     def needs(
         self, batch: Batch, state: Mapping[str, Mapping[str, Any]], idle: Container[str] = ()

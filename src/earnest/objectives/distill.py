@@ -26,7 +26,7 @@ from earnest.objectives.needs import Divergence, LogProb, Need
 from earnest.objectives.policy_gradient import ROUTES, routed
 from earnest.objectives.registry import register
 from earnest.objectives.taid import TAID
-from earnest.objectives.teacher_term import PerToken, TeacherTerm, plain
+from earnest.objectives.teacher_term import PerToken, TeacherTerm, covered, plain
 from earnest.objectives.view import View
 from earnest.settings import setting
 from earnest.signals.batch import Batch, Role
@@ -120,8 +120,9 @@ class SDPO(Distill):
         ratio: tuple[Need, ...] = () if self.importance_clip is None else (LogProb(batch.temperature),)
         return (*super().needs(batch, state), *ratio)
 
-    def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
-        return super().tokens(batch) & routed(batch, self.route)
+    def selects(self, batch: Batch) -> Bool[Tensor, " N"]:
+        taught, taken = covered(batch), routed(batch, self.route)
+        return taught if taken is None else taught & taken
 
     def idle(self, batch: Batch) -> str | None:
         if bool(self.tokens(batch).any()):

@@ -48,8 +48,8 @@ class PolicyGradient(Term):
     def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
         return (LogProb(batch.temperature),)
 
-    def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
-        return super().tokens(batch) & routed(batch, self.route)
+    def selects(self, batch: Batch) -> Bool[Tensor, " N"] | None:
+        return routed(batch, self.route)
 
     def idle(self, batch: Batch) -> str | None:
         if self.route == "all" or bool(self.tokens(batch).any()):
@@ -63,10 +63,10 @@ class PolicyGradient(Term):
         return {"advantage_zero": Mean.of(view.advantages == 0), "tokens": Sum(float(len(view)))}
 
 
-def routed(batch: Batch, route: str) -> Bool[Tensor, " N"]:
-    """The tokens of the rows that a route takes."""
+def routed(batch: Batch, route: str) -> Bool[Tensor, " N"] | None:
+    """The tokens of the rows that a route takes; None: all of them."""
     if route == "all" or batch.correct is None:  # check() requires ``correct`` for the other routes
-        return torch.ones(batch.active.shape[0], dtype=torch.bool, device=batch.device)
+        return None
     return (batch.correct if route == "correct" else ~batch.correct)[batch.row]
 
 

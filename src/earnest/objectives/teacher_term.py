@@ -68,8 +68,8 @@ class TeacherTerm(Term):
     def signals(self) -> frozenset[Signal]:
         return frozenset({"teacher"})
 
-    def tokens(self, batch: Batch) -> Bool[Tensor, " N"]:
-        return super().tokens(batch) & covered(batch)
+    def selects(self, batch: Batch) -> Bool[Tensor, " N"]:
+        return covered(batch)
 
     def idle(self, batch: Batch) -> str | None:
         return (

@@ -21,7 +21,7 @@ from earnest.engines.vocabulary.fused import BUDGET_BYTES
 from earnest.engines.vocabulary.sweep import CHUNK_BYTES
 from earnest.engines.vocabulary.tiled import ACCELERATOR_TILE_BYTES, ROWS, TILE_BYTES
 from earnest.models.cache import FIRST_ROOM
-from earnest.models.sampling import CHOOSE_ELEMENTS
+from earnest.models.slots import CHOOSE_ELEMENTS
 from earnest.objectives.base import Objective
 from earnest.objectives.trust import EntropyBonus
 from earnest.plan.shape import PassSize, Shape, bytes_of

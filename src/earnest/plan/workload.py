@@ -15,8 +15,7 @@ from earnest.errors import EarnestError
 from earnest.models.loading import TextPolicy, load_text
 from earnest.plan.shape import PassSize, Shape
 from earnest.signals.batch import Batch
-from earnest.tasks import is_environment
-from earnest.tasks.stream import PromptStream
+from earnest.tasks import Environment, PromptStream, Task, get_task, is_environment
 
 LOOKED_AT = 64
 """The number of prompts or rows whose lengths are measured; the plan uses the longest."""
@@ -117,7 +116,7 @@ def workload(config: RunConfig, tokens: int | None, say: Callable[[str], None]) 
     text = None if tokens is not None else _text(config, say)
     if config.task is None:
         return _with_rows(made, config, tokens, text, say)
-    task = config.task.build()
+    task: Task | Environment = get_task(config.task.name, config.task.fields)
     turns = config.turns.max_turns if is_environment(task) else 1
     completion = config.sampling.max_new_tokens * turns
     if tokens is not None:

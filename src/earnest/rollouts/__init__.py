@@ -1,7 +1,6 @@
 """Rollouts: sampled and graded completions and conversations, and the only way from prompts to a batch."""
 
 from earnest.rollouts.attempts import Attempt as Attempt
-from earnest.rollouts.attempts import attempt as attempt
 from earnest.rollouts.attempts import describe as describe
 from earnest.rollouts.attempts import reward_summary as reward_summary
 from earnest.rollouts.collecting import Rollouts as Rollouts

@@ -1,4 +1,4 @@
-"""Graded rollouts: sample, decode, grade."""
+"""Graded rollouts, and numbers about them."""
 
 from __future__ import annotations
 
@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol, get_args
 
 from earnest.models import SampleSpec
-from earnest.models.protocol import PolicyLike
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Trajectory
-from earnest.tasks import Ending, Grade, Prompt, Task, grade_all
-from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
+from earnest.tasks import Ending, Grade, Prompt
 
 
 @dataclass(frozen=True)
@@ -30,23 +28,6 @@ class Sample(Protocol):
     """Samples ``n`` completions of every prompt (in tokens), prompt by prompt: an engine, or samplers elsewhere."""
 
     def __call__(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]: ...
-
-
-def attempt(
-    sample: Sample,
-    policy: PolicyLike,
-    task: Task,
-    prompts: Sequence[Prompt],
-    n: int,
-    spec: SampleSpec,
-    max_grader_errors: float = DEFAULT_MAX_ERROR_SHARE,
-) -> list[Attempt]:
-    """``n`` graded completions of every prompt, prompt by prompt."""
-    rollouts = sample([policy.render(p.messages) for p in prompts], n, spec)
-    repeated = [prompts[r.prompt_index] for r in rollouts]
-    texts = [policy.decode(r.tokens) for r in rollouts]
-    grades = grade_all(task, repeated, texts, max_grader_errors)
-    return [Attempt(*parts) for parts in zip(repeated, rollouts, texts, grades, strict=True)]
 
 
 def describe(attempts: Sequence[Attempt]) -> dict[str, float]:

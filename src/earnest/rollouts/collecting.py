@@ -17,7 +17,7 @@ from earnest.data import hinted, reprompt
 from earnest.errors import SignalError
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
-from earnest.rollouts.attempts import Attempt, Sample, attempt, describe
+from earnest.rollouts.attempts import Attempt, Sample, describe
 from earnest.rollouts.conversing import Conversations, TurnSettings, converse
 from earnest.rollouts.credit import check_exact, with_turn_advantages
 from earnest.rollouts.rollout import Rollout
@@ -29,7 +29,7 @@ from earnest.signals.distributions import Distribution
 from earnest.signals.scorer import Wanted, Who
 from earnest.signals.teachers import Informed, TaughtTurn
 from earnest.signals.wants import Wanting
-from earnest.tasks import Environment, Grade, Prompt, Task, is_environment
+from earnest.tasks import Environment, Grade, Prompt, Task, grade_all, is_environment
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
 
 
@@ -137,7 +137,9 @@ def collect(
         max_length=turns.longest(policy, spec) if is_environment(task) else spec.max_new_tokens,
         pad=policy.pad_id,
         device=policy.device,
-    ).with_signals(sought=tuple(sorted(wants.roles)), truncated=bool(attempts) and (spec.top_p < 1 or spec.top_k > 0))
+        sought=tuple(sorted(wants.roles)),
+        truncated=bool(attempts) and (spec.top_p < 1 or spec.top_k > 0),
+    )
     metrics = describe(attempts)
     if is_environment(task) and attempts:
         check_exact(batch, attempts, found.drawn)
@@ -150,7 +152,7 @@ def collect(
             batch = with_advantages(batch, [a.grade.reward for a in attempts], chosen)
     taught: tuple[tuple[Informed | None, ...], ...] = ()
     if objective is not None:
-        batch = with_reference(engine, batch, objective)
+        batch = with_reference(engine, batch, wants)
         if "teacher" in wants.signals:
             tools = task.tools if is_environment(task) else ()
             own = getattr(teacher, "reads", "feedback") == "student"
@@ -181,7 +183,12 @@ def graded(
         return converse(
             engine, engine.policy, task, prompts, n, spec, turns, sample=sample, max_errors=max_grader_errors
         )
-    return Conversations(attempt(sample or engine.sample, engine.policy, task, prompts, n, spec, max_grader_errors), {})
+    policy = engine.policy
+    rollouts = (sample or engine.sample)([policy.render(p.messages) for p in prompts], n, spec)
+    repeated = [prompts[r.prompt_index] for r in rollouts]
+    texts = [policy.decode(r.tokens) for r in rollouts]
+    grades = grade_all(task, repeated, texts, max_grader_errors)
+    return Conversations([Attempt(*parts) for parts in zip(repeated, rollouts, texts, grades, strict=True)], {})
 
 
 def _required(task: Task | Environment | None) -> Task | Environment:

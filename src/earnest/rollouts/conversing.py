@@ -25,7 +25,7 @@ from earnest.rollouts.trajectory import Trajectory
 from earnest.rollouts.transcript import Transcript
 from earnest.rollouts.turn_sampling import CallTurns, HasSlots, SlotTurns, TurnSampler
 from earnest.seeds import derive
-from earnest.settings import Checked, setting
+from earnest.settings import Checked, FieldProblem, setting
 from earnest.tasks import Ending, Environment, Grade, GraderErrors, Message, Prompt, StepResult, TaskError
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE, TIME_LIMIT
 
@@ -77,10 +77,9 @@ class TurnSettings(Checked):
     )
     at_once: int = setting(256, "conversations that are decoded at the same time", at_least=1)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
+    def validate(self) -> None:
         if self.hint is not None and "{hint}" not in self.hint:
-            raise ConfigError(f"turns.hint: {self.hint!r} has no place for the feedback; write {{hint}} in it.")
+            raise FieldProblem(f"hint: {self.hint!r} has no place for the feedback; write {{hint}} in it.")
 
     def longest(self, policy: PolicyLike, spec: SampleSpec) -> int:
         """The most tokens that the policy can sample in one conversation."""

@@ -47,17 +47,6 @@ class SampledPart:
     fresh: bool
 
 
-def source_of(
-    setup: Setup, run: RunFolder, replay: Path | None = None, state: Mapping[str, Any] | None = None
-) -> BatchSource:
-    """The batches of a run, from its beginning or from the state in a checkpoint."""
-    if replay is not None:
-        return ReplayedBatches(setup, replay)
-    if setup.samplers is not None and setup.samplers.staleness:
-        return BatchesAhead(setup, setup.samplers, run, state)
-    return BatchSource(setup, position=0 if state is None else int(state["position"]))
-
-
 class BatchesAhead(BatchSource):
     """Batches that samplers make ahead of the trainer. The first call of ``next`` starts them."""
 
@@ -120,7 +109,7 @@ class BatchesAhead(BatchSource):
             [prompts[i] for i in places],
             sampling.completions_per_prompt,
             self.spec(batch + 1),
-            setup.config.turns.build(),
+            setup.config.turns,
             sample=sample,
             max_grader_errors=setup.config.max_grader_errors,
         )

@@ -33,7 +33,7 @@ def attempt(
         prompts,
         n,
         _spec(setup, seed),
-        config.turns.build(),
+        config.turns,
         sample=setup.elsewhere,
         max_grader_errors=config.max_grader_errors,
     ).attempts
@@ -49,7 +49,7 @@ class BatchSource:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the order of the prompts; the order of the user's rows needs the step only."""
-        return {"position": 0} if self.stream is None else self.stream.state()
+        return {"position": 0 if self.stream is None else self.stream.position}
 
     def next(self, step: int) -> Rollouts:
         """The batch of ``step``, with every signal that the objective reads."""
@@ -76,7 +76,7 @@ class BatchSource:
             teacher=setup.teacher,
             given=() if setup.data is None else setup.data.rows(config.seed, self.purpose, number, count),
             sample=setup.elsewhere,
-            turns=config.turns.build(),
+            turns=config.turns,
             made=made,
             max_grader_errors=config.max_grader_errors,
         )

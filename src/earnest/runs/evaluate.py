@@ -16,13 +16,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderResult
-
 from earnest.errors import ConfigError
 from earnest.report.record import Measure
 from earnest.rollouts import Attempt, describe
 from earnest.runs.collect import attempt
-from earnest.runs.own_data import HELDOUT_SEED, OwnMeasurement, standard_error
+from earnest.runs.comparison import standard_error
+from earnest.runs.own_data import HELDOUT_SEED, OwnMeasurement
 from earnest.runs.setup import Setup
 from earnest.tasks import Environment, Prompt, Task
 
@@ -40,8 +39,8 @@ class HeldOutEvaluation:
     samples: int
     correct: float | None
     attempts: tuple[Attempt, ...]
-    further: Mapping[str, float] = field(default_factory=dict)
-    """Numbers on further tasks, and on the held-out rows of the user's file, where the run has one."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Numbers on the completions, on further tasks, and on the held-out rows of the user's file."""
     own: OwnMeasurement | None = None
     measure: Measure = "reward"
 
@@ -55,7 +54,8 @@ class HeldOutEvaluation:
             rewards[a.rollout.prompt_index].append(a.grade.reward)
         means = tuple(sum(rewards[i]) / len(rewards[i]) for i in sorted(rewards))
         correct = sum(a.grade.correct for a in attempts) / len(attempts)
-        return cls(step, version, means, len(attempts) // len(means), correct, tuple(attempts), further or {})
+        metrics = describe(attempts) | dict(further or {})
+        return cls(step, version, means, len(attempts) // len(means), correct, tuple(attempts), metrics)
 
     @property
     def value(self) -> float:
@@ -77,7 +77,7 @@ class HeldOutEvaluation:
             "prompts": len(self.means),
             "n": len(self.means) * self.samples,
             "correct": self.correct,
-            "metrics": describe(self.attempts) | dict(self.further),
+            "metrics": dict(self.metrics),
             "means": list(self.means),
             "seconds": seconds,
         }
@@ -108,68 +108,3 @@ def evaluate(setup: Setup, step: int) -> HeldOutEvaluation:
             return HeldOutEvaluation(step, version, own.parts, 1, None, (), further, own, own.measure)
         attempts = attempt(setup, heldout(setup), wanted.samples, HELDOUT_SEED)
     return replace(HeldOutEvaluation.of(attempts, step, version, further), own=own)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Comparison:
-    """Two measurements on the same prompts. Standard errors are None if there is only one prompt."""
-
-    before: float
-    after: float
-    before_se: float | None
-    after_se: float | None
-    gain: float
-    gain_se: float | None
-    prompts: int
-    samples: int
-    measure: Measure = "reward"
-    perplexity: tuple[float, float] | None = None
-    margin: tuple[float, float] | None = None
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        name = f"held-out {self.measure}"
-        yield f"{name:<16} {_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]"
-        if self.measure != "reward":
-            if self.perplexity is not None:
-                yield f"perplexity       {self.perplexity[0]:.3f} → {self.perplexity[1]:.3f}"
-            if self.margin is not None:
-                yield f"margin           {self.margin[0]:.3f} → {self.margin[1]:.3f}  [dim](nats per token)[/]"
-            size = f"standard errors over {self.prompts} rows"
-            yield f"change           {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
-            return
-        size = f"standard errors over {self.prompts} prompts, {self.samples} completions"
-        yield f"gain             {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
-
-
-def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a ``Comparison`` from two evaluation lines of metrics.jsonl."""
-    gained, gained_se = gain(before["means"], after["means"])
-    measure = after.get("measure", "reward")
-
-    def both(name: str) -> tuple[float, float] | None:
-        found = (before["metrics"].get(name), after["metrics"].get(name))
-        return None if None in found else found
-
-    return {
-        "measure": measure,
-        "perplexity": both("heldout/perplexity") if measure == "loss" else None,
-        "margin": both("pairs/margin") if measure == "accuracy" else None,
-        "before": before[measure],
-        "after": after[measure],
-        "before_se": before["se"],
-        "after_se": after["se"],
-        "gain": gained,
-        "gain_se": gained_se,
-        "prompts": after["prompts"],
-        "samples": after["n"],
-    }
-
-
-def _pm(value: float, se: float | None, sign: str = "") -> str:
-    return f"{value:{sign}.3f}" + ("" if se is None else f" ± {se:.3f}")
-
-
-def gain(before: Sequence[float], after: Sequence[float]) -> tuple[float, float | None]:
-    """(gain, its standard error), from the difference of each prompt's means."""
-    differences = [a - b for b, a in zip(before, after, strict=True)]
-    return sum(differences) / len(differences), standard_error(differences)

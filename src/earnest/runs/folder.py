@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from earnest import disk
+from earnest.config import LoopConfig, dump
 from earnest.disk import JsonLines, write_json, write_text
 from earnest.errors import CheckpointError
+from earnest.models.protocol import PolicyLike
 from earnest.report.record import FORMAT, EvalRecord, EventRecord, Level, RunRecord, SampleRecord, StepRecord, written
+from earnest.runs import environment
 
 ROLLOUTS = "rollouts.jsonl"
 
@@ -62,16 +65,17 @@ class RunFolder:
         self.header: dict[str, Any] = {}
 
     @classmethod
-    def create(cls, path: Path, config: str, environment: Mapping[str, Any], header: Mapping[str, Any]) -> RunFolder:
-        """Make a new folder. ``run.json`` is written last, so a folder with a run.json has all the other files."""
+    def create(cls, path: Path, config: LoopConfig, policy: PolicyLike, header: Mapping[str, Any]) -> RunFolder:
+        """Make a new folder with the config and the environment of the policy. ``run.json`` is written last, so a
+        folder with a run.json has all the other files."""
         require_free(path)
         try:
             path.mkdir(parents=True, exist_ok=True)
             folder = cls(path)
         except OSError as error:
             raise CheckpointError(f"out={path} cannot be made ({error.strerror}); choose another out=DIR.") from None
-        write_text(path / "config.yaml", config)
-        write_json(path / "environment.json", environment)
+        write_text(path / "config.yaml", dump(config))
+        write_json(path / "environment.json", environment.describe(policy))
         folder.header = {"format": FORMAT, **header, "status": "running", "reason": None, "started": now()}
         folder.update(steps_done=0, seconds=0.0)
         folder.event("info", "started")

@@ -19,7 +19,7 @@ from earnest.errors import CheckpointError, ConfigError
 from earnest.proving import prove
 from earnest.runs import environment, ranks, verdicts
 from earnest.runs.ahead import steps_recorded
-from earnest.runs.evaluate import Comparison, compared
+from earnest.runs.comparison import Comparison, compared
 from earnest.runs.folder import RunFolder, default_place, read_json, require_free
 from earnest.runs.loggers import open_loggers
 from earnest.runs.loop import TrainingLoop, conversation_verdict, probe_batch
@@ -93,7 +93,7 @@ def start(
         if ready is not None:
             ready()
         header = {"recipe": recipe, **setup.describe()}
-        run = RunFolder.create(own, dump(config), environment.describe(setup.policy), header)
+        run = RunFolder.create(own, config, setup.policy, header)
         ranks.settle(mesh, place, own)
     except BaseException:
         setup.close()
@@ -154,7 +154,7 @@ def replay(folder: Path, overrides: Sequence[str] = (), console: Console | None 
     sampling = recorded.sampling.model_copy(update={"workers": 0})
     setup = build(recorded.model_copy(update={"sampler": None, "sampling": sampling}), note_on(console))
     header = {"recipe": f"replay of {folder.name}", **setup.describe()}
-    run = RunFolder.create(place, dump(recorded), environment.describe(setup.policy), header)
+    run = RunFolder.create(place, recorded, setup.policy, header)
     return go(setup, run, console, resumed=False, replay=folder)
 
 

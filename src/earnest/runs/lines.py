@@ -7,16 +7,30 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from earnest.engines import StepReport
+from earnest.engines.base import Engine
 from earnest.objectives import Objective
 from earnest.rollouts import Attempt, Rollouts, reward_summary
 
 
-def step_line(step: int, version: int, collected: Rollouts, seconds: dict[str, float]) -> dict[str, Any]:
-    """The part of the line that is known before the step trains: rewards, sampling metrics, seconds."""
-    line: dict[str, Any] = {"kind": "step", "step": step, "version": version}
+def step_line(
+    step: int,
+    engine: Engine,
+    objective: Objective,
+    collected: Rollouts,
+    seconds: dict[str, float],
+    done: StepReport | Mapping[str, str],
+) -> dict[str, Any]:
+    """The line of a step: rewards, sampling metrics, seconds, and the report of its last update. ``done`` of a step
+    without an update is the reason of each term, because no live term had anything to compute."""
+    line: dict[str, Any] = {"kind": "step", "step": step, "version": engine.version}
     if collected.attempts:
         line["reward"] = reward_summary(collected.attempts)
-    return line | {"metrics": collected.metrics | _sampled(collected.attempts), "seconds": seconds}
+    line |= {"metrics": collected.metrics | _sampled(collected.attempts), "seconds": seconds}
+    if isinstance(done, StepReport):
+        return _trained(line, done, objective, engine.learning_rate)
+    nothing: dict[str, Any] = {"loss": None, "terms": {}, "grad_norm": None, "update_norm": None, "lr": None}
+    reason = "no term had anything to do (" + "; ".join(f"{label}: {why}" for label, why in done.items()) + ")"
+    return line | nothing | {"skipped": list(objective.skipped), "idle": dict(done), "learned_nothing": reason}
 
 
 def _sampled(attempts: Sequence[Attempt]) -> dict[str, float]:
@@ -37,7 +51,7 @@ def _sampled(attempts: Sequence[Attempt]) -> dict[str, float]:
     return found | ({"entropy": -sum(logprobs) / len(logprobs)} if logprobs else {})
 
 
-def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: float) -> dict[str, Any]:
+def _trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: float) -> dict[str, Any]:
     """The line of a step that updated. A single term has share 1 of the gradient, unless the gradient is zero.
 
     ``surrogate`` terms read advantages: the gradient of their loss has a meaning, its value has none.
@@ -78,10 +92,3 @@ def trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: 
         "tokens": report.tokens,
         "metrics": line["metrics"] | more,
     }
-
-
-def untrained(line: dict[str, Any], objective: Objective, idle: Mapping[str, str]) -> dict[str, Any]:
-    """The line of a step without an update, because no live term had anything to compute; with each term's reason."""
-    nothing: dict[str, Any] = {"loss": None, "terms": {}, "grad_norm": None, "update_norm": None, "lr": None}
-    reason = "no term had anything to do (" + "; ".join(f"{label}: {why}" for label, why in idle.items()) + ")"
-    return line | nothing | {"skipped": list(objective.skipped), "idle": dict(idle), "learned_nothing": reason}

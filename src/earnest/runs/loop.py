@@ -8,9 +8,10 @@ Every random number is a function of (seed, purpose, step), so the loop's state 
 from __future__ import annotations
 
 import errno
+import functools
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,13 +25,13 @@ from earnest.proving import prove, prove_conversations
 from earnest.report.watch import WAY_OUT, RunWatch
 from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
-from earnest.runs.ahead import source_of
+from earnest.runs.ahead import BatchesAhead, ReplayedBatches
 from earnest.runs.best import Best
 from earnest.runs.collect import BatchSource, own_rows, own_samples, sample_record
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.folder import RunFolder
-from earnest.runs.lines import step_line, trained, untrained
+from earnest.runs.lines import step_line
 from earnest.runs.loggers import Logger
 from earnest.runs.progress import ProgressReporter
 from earnest.runs.setup import Setup
@@ -62,7 +63,7 @@ class TrainingLoop:
     """The folder of an asynchronous run whose rollouts are trained on again."""
 
     def __post_init__(self) -> None:
-        self.source: BatchSource = source_of(self.setup, self.run, self.replay)
+        self.stream: Mapping[str, Any] | None = None
         self.saved_at = -1
         self.line: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
@@ -82,7 +83,7 @@ class TrainingLoop:
         folder, state = found
         self.run.cut(state["lengths"])
         self.setup.engine.load(folder / checkpoints.ENGINE)
-        self.source = source_of(self.setup, self.run, self.replay, state["stream"])
+        self.stream = state["stream"]
         self.step = self.saved_at = int(state["step"])
         self.seconds = float(state["seconds"])
         earlier = self.run.metrics.read()
@@ -90,6 +91,16 @@ class TrainingLoop:
         self.watch = RunWatch(earlier)
         self.best = None if self.setup.config.best is None else Best(self.setup.config.best, earlier)
         self.run.event("info", f"resumed after step {self.step}, from {folder.name}")
+
+    @functools.cached_property
+    def source(self) -> BatchSource:
+        """The batches of the run, from its beginning or from the state of the stream in a checkpoint."""
+        samplers = self.setup.samplers
+        if self.replay is not None:
+            return ReplayedBatches(self.setup, self.replay)
+        if samplers is not None and samplers.staleness:
+            return BatchesAhead(self.setup, samplers, self.run, self.stream)
+        return BatchSource(self.setup, position=0 if self.stream is None else int(self.stream["position"]))
 
     def save(self) -> None:
         """Write a checkpoint of this step, unless there is one."""
@@ -198,13 +209,9 @@ class TrainingLoop:
             idle = nothing.idle
         done = time.perf_counter()
         self.step, self.seconds = step, self.seconds + done - started
-        line = step_line(step, engine.version, collected, {"sample": sampled - started, "train": done - sampled})
-        if report is None:
-            line = untrained(line, objective, idle)
-        else:
-            line = trained(line, report, objective, engine.learning_rate)
-        self.line = line
-        self._record_step(line)
+        seconds = {"sample": sampled - started, "train": done - sampled}
+        self.line = step_line(step, engine, objective, collected, seconds, report or idle)
+        self._record_step(self.line)
         for number, a in enumerate(collected.attempts[: config.samples.train]):
             taught = collected.taught[number] if collected.taught else ()
             self.run.samples.append(sample_record(a, "train", step, self.setup.policy, taught))
@@ -355,7 +362,7 @@ def conversation_verdict(setup: Setup) -> Verdict:
     prompts = PromptStream(setup.task, seed % 2**31).next(2)
     sampling = setup.config.sampling
     spec = SampleSpec(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, seed=seed)
-    turns = setup.config.turns.build()
+    turns = setup.config.turns
     engine = setup.require_local("check")
     return prove_conversations(engine, setup.task, prompts, 2, spec, turns, sample=setup.elsewhere)
 
@@ -374,6 +381,8 @@ def probe_batch(setup: Setup) -> Batch:
             idle[batch.row[batch.advantages != 0]] = False
             nonzero = (~idle).nonzero()[:, 0]
             batch = batch.rows(nonzero) if len(nonzero) else batch
-        if not setup.objective.idle(batch) and (batch.advantages is None or bool(batch.advantages.any())):
-            break
+        with suppress(NothingToTrain):
+            idle_terms, *_ = setup.objective.prepare(batch, {})
+            if not idle_terms and (batch.advantages is None or bool(batch.advantages.any())):
+                break
     return batch

@@ -17,16 +17,19 @@ from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.adapters.trained import load_trained
 from earnest.config.load import check_mapping, data_settings
-from earnest.config.loop import EvalConfig, SamplingConfig, TurnsConfig
+from earnest.config.loop import EvalConfig, SamplingConfig
 from earnest.config.schema import Strict, TaskConfig, Whole
 from earnest.config.text import parse_file
 from earnest.engines import LocalEngine
 from earnest.errors import ConfigError
 from earnest.models import SampleSpec
-from earnest.rollouts import graded
-from earnest.runs.evaluate import Comparison, HeldOutEvaluation, compared
+from earnest.rollouts import TurnSettings, graded
+from earnest.runs.comparison import Comparison, compared
+from earnest.runs.evaluate import HeldOutEvaluation
 from earnest.runs.folder import read_json
 from earnest.runs.own_data import HELDOUT_SEED, OwnData
+from earnest.settings import make
+from earnest.tasks import get_task
 
 
 class MeasureConfig(Strict):
@@ -61,10 +64,10 @@ def measure(place: Path, overrides: Sequence[str] = (), say: Callable[[str], Non
     if wanted.task is None and own.get("data") is not None and own.get("task") is None:
         return _measure_rows(place, wanted, own, say)
     named = wanted.task or _own_task(place, own)
-    task = named.build()
+    task = get_task(named.name, named.fields)
     measured = EvalConfig.model_validate(own.get("eval", {}))
     sampling = SamplingConfig.model_validate(own.get("sampling", {}))
-    turns = TurnsConfig.model_validate(own.get("turns", {})).build()
+    turns = make(TurnSettings, own.get("turns", {}))
     count, samples = wanted.prompts or measured.prompts, wanted.samples or measured.samples
     spec = SampleSpec(
         max_new_tokens=wanted.max_new_tokens or sampling.max_new_tokens,

@@ -25,6 +25,7 @@ from earnest.data.reading import DataError
 from earnest.data.rendering import Rendered
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts.rows import Row, stack
+from earnest.runs.comparison import standard_error
 from earnest.seeds import derive
 from earnest.signals import Role
 from earnest.signals.scorer import Scorer, logprobs
@@ -219,15 +220,6 @@ def _separated(rewards: Sequence[float], wanted: Sequence[bool]) -> OwnMeasureme
         metrics["judged/accuracy_se"] = se
     each = tuple(reward if own else -reward for reward, own in zip(rewards, wanted, strict=True))
     return OwnMeasurement("accuracy", tuple(parts), metrics, each)
-
-
-def standard_error(values: Sequence[float]) -> float | None:
-    """sd/√n, with the sd's divisor n - 1; None for a single value."""
-    n = len(values)
-    if n < 2:
-        return None
-    mean = sum(values) / n
-    return math.sqrt(sum((v - mean) ** 2 for v in values) / (n - 1) / n)
 
 
 def _row(role: Role, rendered: Rendered, group: int, pair: int) -> Row:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from earnest.config.loop import TurnsConfig
 from earnest.errors import ConfigError
 from earnest.models.tool_calls import check_tools
-from earnest.rollouts import demonstration
+from earnest.rollouts import TurnSettings, demonstration
 from earnest.runs.collect import BatchSource
 from earnest.runs.evaluate import heldout
 from earnest.runs.loggers import require_installed
@@ -30,7 +29,7 @@ def preflight(setup: Setup) -> None:
             f"sampler.partial: conversations of several turns ({setup.name}) end under the weights with which they "
             "began; leave it out."
         )
-    if config.turns != TurnsConfig() and not any(is_environment(one) for one in (task, *setup.further)):
+    if config.turns != TurnSettings() and not any(is_environment(one) for one in (task, *setup.further)):
         raise ConfigError(f"turns: {setup.name} has one turn; leave turns out, or use an environment as task.")
     stream = BatchSource(setup).stream  # the user's rows were read and checked when they were loaded
     training = [] if stream is None else stream.next(min(PROMPTS, config.steps * config.sampling.prompts_per_step))

@@ -23,7 +23,7 @@ from earnest.models import load
 from earnest.store import Bucket
 from earnest.sync import bucket as buckets
 from earnest.sync.pool import SamplerPool
-from earnest.tasks import Environment, Task
+from earnest.tasks import Environment, Task, get_task
 from earnest_audit import Verdict
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def sampling_engine(config: str) -> LocalEngine:
 
     made = from_mapping(parse(config, "the run's config"))
     torch.set_num_threads(made.threads or 1)
-    task = None if made.task is None else made.task.build()
+    task = None if made.task is None else get_task(made.task.name, made.task.fields)
     return LocalEngine(*adapted(made, task, lambda _: None))
 
 

@@ -28,7 +28,7 @@ from earnest.runs.sampling import samplers_of
 from earnest.seeds import derive
 from earnest.signals import EMATeacher, LiveTeacher, TeacherPolicy
 from earnest.sync.pool import SamplerPool
-from earnest.tasks import Environment, PromptStream, Task
+from earnest.tasks import Environment, PromptStream, Task, get_task
 
 CALIBRATION_PROMPTS = 64
 
@@ -58,7 +58,7 @@ class Setup:
     @functools.cached_property
     def further(self) -> tuple[Task | Environment, ...]:
         """The further tasks of ``eval.task``."""
-        tasks = tuple(task.build() for task in self.config.eval.task)
+        tasks = tuple(get_task(task.name, task.fields) for task in self.config.eval.task)
         names = [task.name for task in (*tasks, *([] if self.task is None else [self.task]))]
         if double := next((name for name in names if names.count(name) > 1), None):
             raise ConfigError(f"eval.task: {double} is measured already; name each further task once.")
@@ -124,7 +124,7 @@ def build(config: RunConfig, say: Callable[[str], None], mesh: Mesh | None = Non
     from earnest.runs import ranks, remote
 
     mesh = mesh or ranks.join(config)
-    task = None if config.task is None else config.task.build()
+    task = None if config.task is None else get_task(config.task.name, config.task.fields)
     objective = config.build_objective()
     check_groups(config, objective)
     wants = objective.wants()
@@ -167,7 +167,8 @@ def build(config: RunConfig, say: Callable[[str], None], mesh: Mesh | None = Non
         checkpoint_activations=config.engine.checkpoint_activations,
         compile=config.engine.compile,
     )
-    samplers = None if task is None else samplers_of(config, task, engine, say)
+    outside = config.sampler is not None or config.sampling.workers > 0
+    samplers = samplers_of(config, task, engine, say) if task is not None and outside else None
     return Setup(config, config.model, task, engine, objective, teacher, data, samplers, config.chat_template)
 
 

@@ -7,14 +7,13 @@ from typing import Any
 
 from rich.console import Console
 
-from earnest.config import LoopConfig, dump
+from earnest.config import LoopConfig
 from earnest.config.load import check_mapping
 from earnest.config.text import parse_file
 from earnest.data.dataset import DataSettings
 from earnest.engines.base import Engine
 from earnest.errors import CheckpointError, ConfigError
 from earnest.objectives import Objective, Term
-from earnest.runs import environment
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.lifecycle import FROM_PYTHON, Finished, compare_environments, continued, go
 from earnest.runs.preflight import preflight
@@ -76,7 +75,7 @@ def train(
         place = place or default_place(FROM_PYTHON)
         require_free(place)
         header = {"recipe": FROM_PYTHON, **setup.describe()}
-        run = RunFolder.create(place, dump(config), environment.describe(engine.policy), header)
+        run = RunFolder.create(place, config, engine.policy, header)
         return go(setup, run, console, resumed=False)
     assert place is not None
     run = RunFolder.open(place)

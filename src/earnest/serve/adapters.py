@@ -12,8 +12,8 @@ from earnest.serve.attempts import REASON
 from earnest.serve.errors import BadRequest, Conflict, Forbidden, damaged
 from earnest.serve.keys import Caller, Right, Who
 from earnest.serve.names import check_name
+from earnest.serve.rows import AdapterRow, VersionRow
 from earnest.serve.state import State
-from earnest.serve.store import AdapterRow, VersionRow
 from earnest.serve.wire import ERRORS, StrictBody
 
 Name = Annotated[str, Field(min_length=1, max_length=200)]

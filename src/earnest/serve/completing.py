@@ -17,8 +17,8 @@ from earnest.serve.awaitable import awaitable
 from earnest.serve.errors import BadRequest, Busy, TooLong, error_response
 from earnest.serve.keys import Caller
 from earnest.serve.leases import Lease
+from earnest.serve.rows import StoredCompletion
 from earnest.serve.state import State
-from earnest.serve.store import StoredCompletion
 from earnest.serve.text import cut
 from earnest.serve.tool_wire import forced_call
 from earnest.serve.wire import ChatRequest, TextRequest

@@ -9,8 +9,9 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from earnest.serve.errors import BadRequest, Conflict, NotFound, no_completion
 from earnest.serve.keys import Caller, Who
+from earnest.serve.rows import AdapterRow, NewFeedback
 from earnest.serve.state import State
-from earnest.serve.store import PUSHED, AdapterRow, NewFeedback
+from earnest.serve.store import PUSHED
 from earnest.serve.wire import ERRORS, StrictBody
 
 MOST = 256

@@ -34,7 +34,7 @@ from earnest.serve.attempts import REASON
 from earnest.serve.decode import DecodeBatch, PendingRequest, Request
 from earnest.serve.host import Cancelled, Stopping, Turn
 from earnest.serve.learning import LearnConfig
-from earnest.serve.store import AdapterRow
+from earnest.serve.rows import AdapterRow
 from earnest.signals import Batch, EMATeacher, with_reference, with_teacher
 from earnest_audit.verdict import Finding, Verdict, collect
 

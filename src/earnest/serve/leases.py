@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING
 
 from earnest.serve.errors import Loading, NoModel, damaged
 from earnest.serve.host import Host
-from earnest.serve.store import PUSHED, AdapterRow, ServerStore
+from earnest.serve.rows import AdapterRow
+from earnest.serve.store import PUSHED, ServerStore
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter

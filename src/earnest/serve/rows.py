@@ -112,10 +112,6 @@ def to_version(row: sqlite3.Row) -> VersionRow:
     return VersionRow(**dict(row) | {"record": json.loads(row["record"])})
 
 
-def to_feedback(row: sqlite3.Row) -> FeedbackRow:
-    return FeedbackRow(**dict(row))
-
-
 def to_completion(row: sqlite3.Row) -> StoredCompletion:
     values = dict(row)
     for name, code in (("prompt", "i"), ("tokens", "i"), ("logprobs", "d")):

@@ -31,20 +31,9 @@ from earnest.serve.rows import (
     VersionRow,
     to_adapter,
     to_completion,
-    to_feedback,
     to_version,
 )
 from earnest.serve.tables import SCHEMA
-
-__all__ = [
-    "PUSHED",
-    "AdapterRow",
-    "FeedbackRow",
-    "NewFeedback",
-    "ServerStore",
-    "StoredCompletion",
-    "VersionRow",
-]
 
 QUEUED = "SELECT completion FROM feedback WHERE status = 'queued'"
 PUSHED = "pushed"  # the origin of an adapter that is trained elsewhere
@@ -361,7 +350,7 @@ class ServerStore:
         row = self.db.one("SELECT * FROM feedback WHERE id = ?", (name,))
         if row is None:
             raise NotFound(f"there is no feedback {name[:80]!r}.", "id")
-        return to_feedback(row)
+        return FeedbackRow(**dict(row))
 
     def recent_feedback(self, adapter: int, limit: int, key: str | None = None) -> list[FeedbackRow]:
         """The newest feedback first; only of one ``key``, if given."""
@@ -369,14 +358,14 @@ class ServerStore:
             "SELECT * FROM feedback WHERE adapter = ? AND (? IS NULL OR key = ?) ORDER BY seq DESC LIMIT ?",
             (adapter, key, key, limit),
         )
-        return [to_feedback(r) for r in rows]
+        return [FeedbackRow(**dict(r)) for r in rows]
 
     def queued(self, adapter: int, limit: int) -> list[FeedbackRow]:
         """The oldest queued feedback, in order."""
         rows = self.db.read(
             "SELECT * FROM feedback WHERE adapter = ? AND status = 'queued' ORDER BY seq LIMIT ?", (adapter, limit)
         )
-        return [to_feedback(r) for r in rows]
+        return [FeedbackRow(**dict(r)) for r in rows]
 
     def waiting_to_learn(self) -> list[AdapterRow]:
         """The adapters that have queued feedback, the one whose feedback has waited longest first."""

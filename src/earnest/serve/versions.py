@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from earnest.disk import sync
 from earnest.serve.errors import Conflict, damaged
-from earnest.serve.store import AdapterRow, ServerStore
+from earnest.serve.rows import AdapterRow
+from earnest.serve.store import ServerStore
 
 if TYPE_CHECKING:
     from earnest.serve.state import State

@@ -352,6 +352,8 @@ class Batch:
         weights: Sequence[Sequence[float] | None] | None = None,
         temperature: float = 1.0,
         max_length: int | None = None,
+        truncated: bool = False,
+        sought: tuple[Role, ...] = (),
         pad: int = 0,
         device: torch.device | str = "cpu",
     ) -> Batch:
@@ -399,6 +401,8 @@ class Batch:
             correct=None if correct is None else torch.tensor(list(correct)),
             temperature=temperature,
             max_length=max_length,
+            truncated=truncated,
+            sought=sought,
         )
         return batch.to(device)
 

@@ -10,17 +10,17 @@ from dataclasses import replace
 from earnest.signals.baseline import kl_baseline
 from earnest.signals.batch import Batch, Reference
 from earnest.signals.scorer import Scorer, distribution, logprobs
-from earnest.signals.wants import Wanting
+from earnest.signals.wants import Wanting, Wants
 
 
-def with_reference(engine: Scorer, batch: Batch, objective: Wanting) -> Batch:
+def with_reference(engine: Scorer, batch: Batch, objective: Wanting | Wants) -> Batch:
     """The batch with the signals of the reference policy and of the trainer at sampling time that live terms read.
 
     The reference is the base (every gate at 0) or the previous round (the trained adapter's gate at 0, frozen adapters
     on). Signals that the batch already has are kept, also another reference than the wanted one. The objective's
     check reports a signal that is still missing, with the term's name.
     """
-    wants = objective.wants()
+    wants = objective if isinstance(objective, Wants) else objective.wants()
     wanted, kind = wants.signals, wants.reference
     reference = batch.reference or Reference(kind=kind)
     if reference.kind == kind:

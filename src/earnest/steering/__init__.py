@@ -1,4 +1,4 @@
-"""Steering: vectors from contrasts, a dose in nats, a filter, and the loop that trains on steered samples."""
+"""Steering: vectors from contrasts, a dose in nats, a filter, and training on steered samples."""
 
 from earnest.deprecated import old_names
 from earnest.steering.controller import walk_down as walk_down
@@ -13,12 +13,8 @@ from earnest.steering.filter import Filter as Filter
 from earnest.steering.filter import read as read
 from earnest.steering.filter import separation as separation
 from earnest.steering.heal import Healing as Healing
-from earnest.steering.heal import equal_firing as equal_firing
 from earnest.steering.heal import heal as heal
-from earnest.steering.heal import observer as observer
-from earnest.steering.loop import Contrast as Contrast
-from earnest.steering.loop import Loop as Loop
-from earnest.steering.loop import Steering as Steering
+from earnest.steering.vectors import Contrast as Contrast
 from earnest.steering.vectors import Vector as Vector
 from earnest.steering.vectors import mean_difference as mean_difference
 from earnest.steering.vectors import principal as principal

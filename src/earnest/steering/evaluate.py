@@ -27,7 +27,8 @@ from earnest import data
 from earnest.adapters import without_adapters
 from earnest.engines.vocabulary import scalars
 from earnest.models.policy import Policy
-from earnest.models.sampling import SampleSpec, sample
+from earnest.models.sampling import SampleSpec
+from earnest.models.slots import sample
 from earnest.objectives.needs import LogProb
 from earnest.signals.batch import Batch
 from earnest.steering.dose import states

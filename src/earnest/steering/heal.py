@@ -190,25 +190,3 @@ def _state(objective: Objective, round_number: int) -> dict[str, dict[str, Any]]
     for _ in range(round_number):
         state = objective.next_round(state)
     return {label: dict(value) for label, value in state.items()}
-
-
-def observer(reference: str = "previous") -> Objective:
-    """SFT with one barrier per aggregate that only measures: one training run, four measurements per batch."""
-    found = Objective.of(SFT())
-    for over in AGGREGATES:
-        found = found + KLBarrier(over=over, tau=NEVER, reference=reference, name=over)
-    return found
-
-
-def equal_firing(readings: Mapping[str, Sequence[float]], rate: float) -> dict[str, float]:
-    """For every aggregate the τ that its measurements exceed in a share ``rate`` of the steps.
-
-    Aggregates need different τ: at one τ a mean is almost never above it and a maximum always is, so a comparison at
-    one τ would compare strengths instead of aggregates.
-    """
-    if not 0 < rate < 1:
-        raise SteeringError(f"rate is {rate}; it is a share of the steps between 0 and 1.")
-    return {
-        over: float(torch.tensor(list(values), dtype=torch.float64).quantile(1 - rate))
-        for over, values in readings.items()
-    }

@@ -27,6 +27,26 @@ from earnest.disk import write_tensors
 from earnest.models.policy import Policy
 from earnest.steering.errors import SteeringError
 from earnest.steering.sites import ActivationChange, block_paths, changed, module_at, tag_states, writer_paths
+from earnest.tasks.base import Prompt
+
+
+@dataclass(frozen=True)
+class Contrast:
+    """Instructions for both poles. Contexts pair them over many questions, so that only the pole differs."""
+
+    high: tuple[str, ...]
+    low: tuple[str, ...]
+
+    def contexts(self, policy: Policy, questions: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
+        """(high, low), one pair per question; the instructions alternate."""
+
+        def side(instructions: tuple[str, ...]) -> list[list[int]]:
+            return [
+                policy.render([{"role": "system", "content": instructions[i % len(instructions)]}, *q.messages])
+                for i, q in enumerate(questions)
+            ]
+
+        return side(self.high), side(self.low)
 
 
 @dataclass(frozen=True, eq=False)

@@ -5,7 +5,7 @@ from earnest.tasks.base import Grade, Prompt, Split, Task, TaskError, TaskInfo, 
 from earnest.tasks.environment import Ending, Environment, Message, Opening, StepResult, is_environment
 from earnest.tasks.grading import GraderErrors, grade_all
 from earnest.tasks.registry import get_task, list_tasks, register
-from earnest.tasks.stream import PromptStream
+from earnest.tasks.split import PromptStream
 
 __all__ = [
     "Ending",

@@ -110,7 +110,8 @@ class TinkerEngine:
 
     def plan(self, t: int, total: int) -> None:
         """The next update is number ``t`` (from 1) of ``total``: it has the schedule's rate of that number."""
-        self._next = self.optimizer_spec.share(t, total)
+        schedule = self.optimizer_spec.schedule
+        self._next = None if schedule is None else schedule.share(t, total)
 
     # --- sampling and scoring -----------------------------------------------------------------------------------------
 
@@ -195,7 +196,9 @@ class TinkerEngine:
             )
         spec = self.optimizer_spec
         assert isinstance(spec, AdamW)
-        self._rate = spec.lr * (spec.share(self.version + 1) if self._next is None else self._next)
+        self._rate = spec.lr
+        if spec.schedule is not None:
+            self._rate *= spec.schedule.share(self.version + 1) if self._next is None else self._next
         done = remote.optim_step(self.training, spec, self._rate, self.max_grad_norm)
         self._pending, self._next = False, None
         self.version += 1
@@ -207,17 +210,15 @@ class TinkerEngine:
         if shares:
             raise ObjectiveError("shares: a remote engine does not show gradients; ask for them on a LocalEngine.")
         objective = Objective.of(objective)
-        idle = objective.check(batch)
-        for label, initial in objective.initial_state().items():
-            self.objective_state.setdefault(label, initial)
-        columns = self._plan(batch, objective.needs(batch, self.objective_state, idle))
+        idle, needs, counts = objective.prepare(batch, self.objective_state)
+        columns = self._plan(batch, needs)
         if self.estimator == "sampled":
             demand_ratio(batch, objective, self.objective_state, self.version, idle)
         seen: list[Evaluation] = []
 
         def loss(lp: Float[Tensor, "N C"]) -> Tensor:
             fields = columns.fields(lp)
-            result = objective.evaluate(batch, fields, self.objective_state)
+            result = objective.evaluate(batch, fields, self.objective_state, counts)
             seen.append(result)
             return result.loss + _unused(lp)
 
@@ -231,7 +232,9 @@ class TinkerEngine:
             computed_tokens=sum(batch.lengths), padded_tokens=0, layout="by the service",
         )  # fmt: skip
         self.tokens += tokens
-        return report_of(objective, done, self.update(), self.objective_state)
+        report = report_of(objective, done, self.update())
+        self.objective_state = objective.advance(self.objective_state, done.values)
+        return report
 
     def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
         """Refused: a service does not send its gradients."""

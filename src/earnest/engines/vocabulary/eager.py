@@ -11,7 +11,6 @@ from torch import Tensor
 from earnest.engines.vocabulary import formulas, plan
 from earnest.engines.vocabulary.plan import Covered, Head, TokenNeed
 from earnest.engines.vocabulary.support import compare
-from earnest.models.head import wide
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
@@ -64,7 +63,6 @@ def source_entropy(source: Float[Tensor, "n V"] | TopK, temperature: float) -> t
     with torch.no_grad():
         if isinstance(source, TopK):
             logp = torch.cat([source.logprobs, source.tail[:, None]], -1)
-            return formulas.entropy(logp.to(wide(logp.dtype)))[
-                0
-            ], "source_entropy, the tail as one token (a lower bound)"
+            logp = logp.to(torch.promote_types(logp.dtype, torch.float32))
+            return formulas.entropy(logp)[0], "source_entropy, the tail as one token (a lower bound)"
         return formulas.entropy(_heated(source, temperature).log_softmax(-1))[0], "source_entropy"

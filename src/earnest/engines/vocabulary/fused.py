@@ -126,7 +126,7 @@ class _Pass(torch.autograd.Function):
         ctx.run = run
         sweep = run.sweep
         derive = run.path == "forward-derivative"
-        run.found = sweep.derive(hidden.detach()) if derive else sweep.values(hidden.detach())
+        run.found = sweep.values(hidden.detach(), derive=derive)
         run.needs = tuple(run.found)
         if derive:
             ctx.derived = [n for n in run.needs if run.found[n].by_hidden is not None]

@@ -19,7 +19,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.engines.vocabulary.plan import Head
-from earnest.models.head import wide, widened_slices
+from earnest.models.head import widened_slices
 
 CPU_COLUMNS = 992
 """Columns of one forward product on a CPU. Each product packs its slice of the head, which should fit into the cache.
@@ -58,7 +58,7 @@ class PlainHead:
     """A weight, perhaps a bias, a scale, a soft cap."""
 
     def __init__(self, head: Head, dtype: torch.dtype) -> None:
-        self.dtype = wide(dtype)
+        self.dtype = torch.promote_types(dtype, torch.float32)
         self.weight, self.bias = head.weight, head.bias
         self.scale, self.softcap = 1.0 if head.scale is None else head.scale, head.softcap
         self.leaves = tuple(t for t in (self.weight, self.bias) if t is not None and t.requires_grad)
@@ -107,7 +107,7 @@ class ModuleHead:
     """A head that is more than a weight, such as one with an adapter. Its forward is called; its weight is not read."""
 
     def __init__(self, head: Head, dtype: torch.dtype) -> None:
-        self.head, self.dtype = head, wide(dtype)
+        self.head, self.dtype = head, torch.promote_types(dtype, torch.float32)
         with torch.enable_grad():
             probe = head.logits(torch.zeros(1, head.weight.shape[1], dtype=dtype, device=head.weight.device))
         self.leaves = _leaves(probe)

@@ -72,7 +72,7 @@ class _Rows:
 
 
 class Sweep:
-    """One plan on one head; ``values``, ``derive`` and ``pull`` are the three passes."""
+    """One plan on one head; ``values`` and ``pull`` are its passes."""
 
     def __init__(
         self,
@@ -92,25 +92,13 @@ class Sweep:
         self.groups = {s: [n for n in todo.needs if _source(n) == s] for s in order}
         self.groups = {s: needs for s, needs in self.groups.items() if needs}
 
-    def values(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
-        """All scalars, without derivatives."""
-        if (alone := self._alone(hidden, slope=False)) is not None:
-            return alone
-        found = self._empty()
-        for chunk in self._chunks(hidden, blocks=1 + self._source_blocks()):
-            for source, needs in self.groups.items():
-                rows = self._rows(chunk, source)
-                for need in needs:
-                    self._each_block(chunk, rows, need, found[need], slope=False)
-        return found
-
-    def derive(self, hidden: Float[Tensor, "N d"]) -> dict[TokenNeed, Found]:
-        """All scalars, and the derivative of each by the hidden state."""
-        if (alone := self._alone(hidden, slope=True)) is not None:
+    def values(self, hidden: Float[Tensor, "N d"], *, derive: bool = False) -> dict[TokenNeed, Found]:
+        """All scalars; with ``derive`` also the derivative of each by the hidden state."""
+        if (alone := self._alone(hidden, slope=derive)) is not None:
             return alone
         found = self._empty()
         sloped: list[TokenNeed] = [
-            n for needs in self.groups.values() for n in needs if not isinstance(n, SourceEntropy)
+            n for needs in self.groups.values() for n in needs if derive and not isinstance(n, SourceEntropy)
         ]
         for need in sloped:
             found[need].by_hidden = torch.empty(

@@ -7,21 +7,28 @@ a function of the seed, the round and its purpose.
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
+
 from earnest.adapters import Adapter, LoRA, load_adapter, without_adapters
 from earnest.adapters.variant import Variant
 from earnest.disk import write_json
 from earnest.engines.optimizers import AdamW, Optimizer
-from earnest.errors import EarnestError
+from earnest.errors import CheckpointError, EarnestError
 from earnest.models.policy import Policy
-from earnest.models.sampling import SampleSpec, sample
+from earnest.models.sampling import SampleSpec
+from earnest.models.slots import sample
+from earnest.objectives.base import Objective
+from earnest.objectives.sft import SFT
+from earnest.objectives.trust import AGGREGATES, KLBarrier
 from earnest.seeds import derive
 from earnest.settings import Checked, setting
 from earnest.steering.controller import DoseSearch, walk_down
@@ -29,32 +36,12 @@ from earnest.steering.dose import Dose, calibrate_dose, states
 from earnest.steering.errors import Collapsed, SteeringError, SteeringWarning
 from earnest.steering.evaluate import TraitEvaluation, TraitEvaluator
 from earnest.steering.filter import Filter, Separation, SteeredSample, read, separation
-from earnest.steering.heal import Healing, demonstrations, heal
-from earnest.steering.records import finished_rounds
-from earnest.steering.vectors import Vector, mean_difference, principal, weight_space
-from earnest.tasks.base import Prompt, Task
+from earnest.steering.heal import NEVER, Healing, demonstrations, heal
+from earnest.steering.vectors import Contrast, Vector, mean_difference, principal, weight_space
+from earnest.tasks.base import Task
 
 Say = Callable[[str], None]
 MAKERS: dict[str, Callable[..., Vector]] = {"mean": mean_difference, "pca": principal, "svd": weight_space}
-
-
-@dataclass(frozen=True)
-class Contrast:
-    """Instructions for both poles. Contexts pair them over many questions, so that only the pole differs."""
-
-    high: tuple[str, ...]
-    low: tuple[str, ...]
-
-    def contexts(self, policy: Policy, questions: Sequence[Prompt]) -> tuple[list[list[int]], list[list[int]]]:
-        """(high, low), one pair per question; the instructions alternate."""
-
-        def side(instructions: tuple[str, ...]) -> list[list[int]]:
-            return [
-                policy.render([{"role": "system", "content": instructions[i % len(instructions)]}, *q.messages])
-                for i, q in enumerate(questions)
-            ]
-
-        return side(self.high), side(self.low)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -298,3 +285,37 @@ class Loop:
         with (acting or self._acting)():
             found = sample(self.policy, prompts, 1, spec)
         return read(self.policy, [prompts[c.prompt_index] for c in found], [c.tokens for c in found])
+
+
+def finished_rounds(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(number, record) of the complete rounds from 1 on; rounds after a gap are not read."""
+    number = 1
+    while (path := folder / f"round-{number}" / "record.json").exists():
+        try:
+            record = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise CheckpointError(f"{path} is not JSON ({error}); remove {path.parent} to repeat that round.") from None
+        yield number, record
+        number += 1
+
+
+def observer(reference: str = "previous") -> Objective:
+    """SFT with one barrier per aggregate that only measures: one training run, four measurements per batch."""
+    found = Objective.of(SFT())
+    for over in AGGREGATES:
+        found = found + KLBarrier(over=over, tau=NEVER, reference=reference, name=over)
+    return found
+
+
+def equal_firing(readings: Mapping[str, Sequence[float]], rate: float) -> dict[str, float]:
+    """For every aggregate the τ that its measurements exceed in a share ``rate`` of the steps.
+
+    Aggregates need different τ: at one τ a mean is almost never above it and a maximum always is, so a comparison at
+    one τ would compare strengths instead of aggregates.
+    """
+    if not 0 < rate < 1:
+        raise SteeringError(f"rate is {rate}; it is a share of the steps between 0 and 1.")
+    return {
+        over: float(torch.tensor(list(values), dtype=torch.float64).quantile(1 - rate))
+        for over, values in readings.items()
+    }

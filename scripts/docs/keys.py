@@ -1,4 +1,4 @@
-"""The keys of a recipe as a table for people: ``python -m earnest.config.describe`` writes the one in docs/runs.md."""
+"""The keys of a recipe as a table for people: ``python -m scripts.docs.keys`` writes the one in docs/runs.md."""
 
 from __future__ import annotations
 
@@ -26,10 +26,12 @@ def keys(model: type[BaseModel] = RunConfig, prefix: str = "") -> Iterator[tuple
                 whose = "kind" if issubclass(inner, Kinded) else "task"
                 yield f"{path}…", f"the {whose}'s own", f"the fields of that {whose}"
             continue
-        for kind in typing.get_args(field.annotation):
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
             if is_dataclass(kind) and isinstance(kind, type):
                 infos = field_infos(kind)
                 yield from ((f"{prefix}{name}.{info.name}", info.default.lower(), info.doc) for info in infos)
+        if is_dataclass(field.annotation):
+            continue
         default = (
             "required"
             if field.default is PydanticUndefined and field.default_factory is None
