@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest_audit.limits import ENOUGH, MANY, SAMPLE
 from earnest_audit.verdict import Finding
 
-ENOUGH = 4  # updates or looks before something is reported
-MANY = 20  # calls without a step: a loss scale of 2 ** 16 is down to 1 by then, so no scaler still skips
 FEW = 3  # parameters that are compared
-SAMPLE = 4096
 
 
 def hooked(optimizer: Any) -> Any:
@@ -131,7 +129,7 @@ class StepCounter:
         )  # fmt: skip
 
     def _now(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((_sample(p), old) for p, old in self._first)
+        return ((entries(p), old) for p, old in self._first)
 
 
 def unproved(findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -200,7 +198,7 @@ class Between:
 
     def end(self) -> None:
         """It is about to step again."""
-        same = [torch.equal(_sample(p), old) for p, old in self._kept if _sample(p).shape == old.shape]
+        same = [torch.equal(entries(p), old) for p, old in self._kept if entries(p).shape == old.shape]
         self.looks += bool(same)
         self.changed += not all(same)
         self._kept = []
@@ -222,9 +220,10 @@ def sampled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Te
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     asked = [p for p in trained if id(p) in owned] or trained
     chosen = asked[:: max(1, len(asked) // FEW)][:FEW]
-    return [(p, _sample(p).clone()) for p in chosen]
+    return [(p, entries(p).clone()) for p in chosen]
 
 
-def _sample(p: Tensor) -> Tensor:
+def entries(p: Tensor) -> Tensor:
+    """Up to SAMPLE entries, evenly spread."""
     flat = p.detach().reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)]

@@ -22,14 +22,13 @@ from transformers import Trainer, TrainerCallback
 
 from earnest_audit.batches import dropped, ends
 from earnest_audit.executor import LISTENERS, audit
+from earnest_audit.limits import MANY
 from earnest_audit.probe import fresh, restored, result_of, seeded
 from earnest_audit.restore import without_dropout
 from earnest_audit.step import StepError
 from earnest_audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged, unwrapped
-from earnest_audit.verdict import Finding, LawBroken, Verdict, unchecked
+from earnest_audit.verdict import Finding, LawBroken, Verdict, judged, unchecked
 from earnest_audit.watcher import Watch, WatchWarning
-
-WAIT = 20  # batches without any signal (all advantages 0) before the audit is made on one all the same
 
 
 class AuditCallback(TrainerCallback):
@@ -123,12 +122,13 @@ class AuditCallback(TrainerCallback):
             warnings.warn(f"the {what} {row.measured}; the run goes on without it.", WatchWarning, stacklevel=4)
 
     def _postponed(self, inputs: Any) -> bool:
-        """A batch whose advantages are all 0 has no gradient, legitimately; the next one may have."""
+        """A batch whose advantages are all 0 has no gradient, legitimately; the next one may have. After MANY such
+        batches the audit is made on one of them."""
         advantages = inputs.get("advantages") if hasattr(inputs, "get") else None
         if not isinstance(advantages, Tensor) or bool((advantages != 0).any()):
             return False
         self._waited += 1
-        return self._waited < WAIT
+        return self._waited < MANY
 
     def _audit(self, model: nn.Module, inputs: Any, items: Any) -> Verdict:
         expects = asks_for_a_mask(self._trainer, inputs)
@@ -160,12 +160,12 @@ class AuditCallback(TrainerCallback):
                 with seeded(int(trainer.args.seed)):
                     losses.append(result_of(self._own(model, fresh(inputs), num_items_in_batch=count))[0].item())
         one, two = losses
-        yield Finding(
+        yield judged(
             "SE", "num_items_in_batch", f"twice the number makes the loss {one:.4g} to {two:.4g}", "it changes",
-            "holds" if one != two else "fails",
-            "" if one != two else "The loss does not read the number of items that it receives, and the trainer does "
-            f"not divide either: with {trainer.args.gradient_accumulation_steps} micro-batches the gradient is as many "
-            "times too long. Divide a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
+            one != two,
+            "The loss does not read the number of items that it receives, and the trainer does not divide either: with "
+            f"{trainer.args.gradient_accumulation_steps} micro-batches the gradient is as many times too long. Divide "
+            "a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
         )  # fmt: skip
 
     def _dropped(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:

@@ -10,6 +10,7 @@ nothing in the script trained, or it raised or ended with an error before a law 
 from __future__ import annotations
 
 import argparse
+import difflib
 import json
 import os
 import sys
@@ -30,8 +31,8 @@ EXITS = (
     "wrong, nothing in the script trained, or it raised or ended with an error before a law was broken; 130 Ctrl-C."
 )
 MORE = (
-    "The options may come before or after the script. All other arguments after the script are passed to it, and so "
-    "is everything after `--`."
+    "The options may come before or after the script. Before it, an unknown option is refused; all other arguments "
+    "after the script are passed to it, and so is everything after `--`."
 )
 
 
@@ -41,6 +42,10 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = make_parser()
     own, rest = _split(parser, given)
     options = parser.parse_args(own)
+    for word in given[: given.index("--")] if "--" in given else given:  # what follows the script may be the script's
+        close = difflib.get_close_matches(word.split("=", 1)[0], parser._option_string_actions, n=1, cutoff=0.8)
+        if word in rest[1:] and word.startswith("--") and close:
+            print(f"earnest-audit: {word} is passed to the script; did you mean {close[0]}?", file=sys.stderr)
     try:
         if not rest:
             parser.error("give a training script (.py), or `laws`.")

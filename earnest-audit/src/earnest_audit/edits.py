@@ -36,13 +36,13 @@ def noise_like(t: Tensor, rng: torch.Generator) -> Tensor:
 
 
 def supervised(step: Step, batch: Mapping[str, Any] | None = None) -> Tensor | None:
-    """Where the loss is taken [B, T], from the mask or from labels that are not -100; None where neither is
+    """Where the loss is taken [B, T], from the mask or from labels that are not ignored; None where neither is
     declared."""
     batch = batch or step.batch
     if "mask" in step.roles:
         return batch[step.roles["mask"]] != 0
     if "labels" in step.roles:
-        return batch[step.roles["labels"]] != -100
+        return batch[step.roles["labels"]] != step.ignore_index
     return None
 
 
@@ -91,7 +91,7 @@ def perturb(
 
 def off_policy(step: Step) -> Batch:
     """The batch as a later update would see it: ratios on both sides of any clip, a reference that differs, advantages
-    of both signs. A clip is inert at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be
+    of both signs. A clip has no effect at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be
     seen."""
     batch: Batch = dict(step.batch)
     rng = generator(step, 5)
@@ -173,26 +173,27 @@ def add_masked_row(step: Step) -> Batch:
             size += norm / norm.max().clamp_min(1e-30) if key not in declared else 0.0
     copied = rows[size.flip(0).argmax()].reshape(1)
     batch = take_rows(step, torch.cat([rows, step.rows - 1 - copied]))
-    if "mask" in step.roles:
-        mask = batch[step.roles["mask"]].clone()
-        mask[-1] = 0
-        batch[step.roles["mask"]] = mask
-    if "labels" in step.roles:
-        labels = batch[step.roles["labels"]].clone()
-        labels[-1] = -100
-        batch[step.roles["labels"]] = labels
+    for key, ignored in _ignored(step).items():
+        batch[key] = batch[key].clone()
+        batch[key][-1] = ignored
     return batch
 
 
+def _ignored(step: Step) -> dict[str, int]:
+    """Mask and labels of the batch, with the value that takes a place out of the loss."""
+    values = {"mask": 0, "labels": step.ignore_index}
+    return {step.roles[role]: value for role, value in values.items() if role in step.roles}
+
+
 def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None) -> Batch:
-    """``extra`` columns of padding after (or in front of) every row, in every tensor (of ``keys``) that has the rows'
-    width."""
-    widths = _widths(step)
-    masked = {"labels": -100, "attention": 0, "mask": 0} | {f"{s}_{w}": 0 for s in SIDES for w in ("mask", "attention")}
-    fill = {step.roles[r]: v for r, v in masked.items() if r in step.roles}
+    """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` that have the rows' width
+    (by default those that are declared or guessed)."""
+    widths, keys = _widths(step), readings(step)[0] if keys is None else keys
+    zeros = ("attention", *(f"{s}_{what}" for s in SIDES for what in ("mask", "attention")))
+    fill = _ignored(step) | {step.roles[r]: 0 for r in zeros if r in step.roles}
     batch: Batch = {}
     for key, value in step.batch.items():
-        if (keys is None or key in keys) and _is_wide(step, value, widths):
+        if key in keys and _is_wide(step, value, widths):
             edge = value[:, -1:] if side == "right" else value[:, :1]
             tail = edge.expand(-1, extra, *value.shape[2:]).clone()
             if key in fill:
@@ -264,11 +265,10 @@ def only(step: Step, batch: Mapping[str, Any], keep: Tensor) -> Batch:
     """The batch in which the loss is taken at ``keep`` [B, T] alone; what is aligned with the shifted targets, and so
     is one narrower, has no first column."""
     changed: Batch = dict(batch)
-    for role, silence in (("mask", 0), ("labels", -100)):
-        if role in step.roles:
-            old: Tensor = changed[step.roles[role]]
-            here = keep[:, -old.shape[1] :].reshape(*old.shape[:2], *[1] * (old.ndim - 2))
-            changed[step.roles[role]] = torch.where(here, old, torch.full_like(old, silence))
+    for key, ignored in _ignored(step).items():
+        old: Tensor = changed[key]
+        here = keep[:, -old.shape[1] :].reshape(*old.shape[:2], *[1] * (old.ndim - 2))
+        changed[key] = torch.where(here, old, torch.full_like(old, ignored))
     return changed
 
 
@@ -300,7 +300,8 @@ def even(step: Step) -> Batch | None:
     sides = [s for s in SIDES if f"{s}_mask" in step.roles]
     masks = [f"{s}_mask" for s in sides] or [r for r in ("mask", "labels") if r in step.roles][:1]
     values = {r: step.value(r) for r in masks}
-    counts = [_on(r, v).sum(-1) for r, v in values.items() if v is not None and v.ndim == 2]
+    off = {r: step.ignore_index if r == "labels" else 0 for r in masks}
+    counts = [(v != off[r]).sum(-1) for r, v in values.items() if v is not None and v.ndim == 2]
     if not counts or len(counts) != len(masks):
         return None
     rows = torch.stack([c > 0 for c in counts]).all(0)
@@ -310,17 +311,11 @@ def even(step: Step) -> Batch | None:
     batch = take_rows(step, rows.nonzero()[:, 0])
     for role in masks:
         old: Tensor = batch[step.roles[role]]
-        on = _on(role, old)
+        on = old != off[role]
         number, last = on.long().cumsum(-1), (torch.arange(len(on), device=on.device) % 2 == 0)[:, None]
         kept = on & torch.where(last, number > on.sum(-1, keepdim=True) - least, number <= least)
-        batch[step.roles[role]] = torch.where(kept, old if role == "labels" else 1, -100 if role == "labels" else 0).to(
-            old.dtype
-        )
+        batch[step.roles[role]] = torch.where(kept, old if role == "labels" else 1, off[role]).to(old.dtype)
     return batch
-
-
-def _on(role: str, value: Tensor) -> Tensor:
-    return value != -100 if role == "labels" else value != 0
 
 
 def fit(where: Tensor | None, values: Tensor) -> Tensor | None:

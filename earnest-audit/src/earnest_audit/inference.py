@@ -29,12 +29,14 @@ from torch import Tensor, nn
 
 from earnest_audit.measure import Batch, Reading
 from earnest_audit.probe import Probe
-from earnest_audit.step import Step
+from earnest_audit.restore import observed
+from earnest_audit.step import Step, check_fields
 
 Sureness = Literal["sure", "likely", "weak"]
 TINY = 1e-6  # relative changes of the gradient up to this count as none
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # gradients this close count as equal; in 16 bits: ROUGH
 ROUGH = 0.05
+IGNORED = (-100, -1)  # labels that mark what is not supervised: torch's default, and nanochat's
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,15 @@ class InferredStep(Step):
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
     """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared`` are further fields of ``Step``;
     declared roles are not guessed."""
+    check_fields(declared)
     given = dict(declared.pop("roles", {}))
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)
     probe = Probe(base)
     with probe.open():
         found = _Inference(probe, given).run()
     roles = given | {guess.role: guess.key for guess in found if guess.sure != "weak"}
+    if "labels" in roles and "ignore_index" not in declared and (ignored := ignored_label(batch[roles["labels"]])):
+        declared["ignore_index"] = ignored
     return InferredStep(model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), **declared)
 
 
@@ -158,8 +163,9 @@ class _Inference:
                 self._add(key, "documents", "likely", "it stays or rises by one along a row")
             elif effect.calls:
                 ids.append(key)
-            elif bool((tensor == -100).any()):
-                self._add(key, "labels", "sure", "only the loss reads it, and it has entries of -100")
+            elif (ignored := ignored_label(tensor)) is not None:
+                sure: Sureness = "sure" if ignored == IGNORED[0] else "likely"
+                self._add(key, "labels", sure, f"only the loss reads it; {ignored} marks what is not supervised")
             else:
                 self._add(key, "labels", "likely", "whole numbers that only the loss reads")
         if len(ids) == 1:
@@ -352,13 +358,13 @@ def _listening(model: nn.Module) -> Iterator[list[float]]:
             flat = output.detach().double().flatten()
             seen.append(float(flat @ torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device))))
 
-    layers = [m for m in model.modules() if any(p is not None for p in m._parameters.values())]
-    handles = [m.register_forward_hook(listen) for m in layers]
-    try:
+    with observed([m for m in model.modules() if any(p is not None for p in m._parameters.values())], listen):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
+
+
+def ignored_label(labels: Tensor) -> int | None:
+    """The usual negative label that these have, where they have one."""
+    return next((value for value in IGNORED if bool((labels == value).any())), None)
 
 
 def _is_binary(tensor: Tensor) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding, LawOutcome, unchecked
+from earnest_audit.verdict import Finding, LawOutcome, judged, unchecked
 
 Tier = Literal["core", "contrib"]
 SECTIONS = ("Needs", "How", "Exceptions", "Detects")
@@ -72,8 +72,7 @@ class Law:
     def finding(
         self, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
     ) -> Finding:
-        verdict: LawOutcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
-        return Finding(self.code, subject, measured, expected, verdict, meaning if verdict != "holds" else "")
+        return judged(self.code, subject, measured, expected, outcome, meaning)
 
     def agrees(self, subject: str, off: float, room: float, meaning: str, what: str = "off by {}") -> Finding:
         """Two computations agree: their difference is at most ``room``."""

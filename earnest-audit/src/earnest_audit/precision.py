@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest_audit.restore import observed
+
 UNITS = 64  # what rounding may add up to, in units in the last place: far below a wrong formula
 COARSE = 1e-4  # bf16 and fp16 have a larger eps: there a multiple of eps would let anything pass
 
@@ -34,12 +36,8 @@ def noticing(model: nn.Module) -> Iterator[list[torch.dtype]]:
         if own and floats and torch.finfo(output.dtype).eps > max(own):
             seen.append(output.dtype)
 
-    hooks = [m.register_forward_hook(look) for m in model.modules()]
-    try:
+    with observed(model.modules(), look):
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def coarsest(seen: Sequence[torch.dtype]) -> torch.dtype | None:

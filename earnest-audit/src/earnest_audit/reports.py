@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +40,8 @@ def junit(verdict: Verdict) -> str:
     texts = {name: str(count) for name, count in counts.items()}
     root = ElementTree.Element("testsuites", texts)
     suite = ElementTree.SubElement(root, "testsuite", {"name": "earnest-audit", **texts, "time": "0"})
-    for f in rows:
-        case = {"classname": f"earnest_audit.{f.law}", "name": _xml(f.subject), "time": "0"}
+    for f, name in zip(rows, _names(rows), strict=True):
+        case = {"classname": f"earnest_audit.{f.law}", "name": _xml(name), "time": "0"}
         element = ElementTree.SubElement(suite, "testcase", case)
         if f.outcome == "fails":
             message = {"message": _xml(f"{f.measured}, expected {f.expected}"), "type": f.law}
@@ -50,6 +51,20 @@ def junit(verdict: Verdict) -> str:
             ElementTree.SubElement(element, "skipped", {"message": _xml(f"{f.outcome}: {f.measured}. {f.meaning}")})
     ElementTree.indent(root)
     return ElementTree.tostring(root, encoding="unicode", xml_declaration=True) + "\n"
+
+
+def _names(rows: Sequence[Finding]) -> list[str]:
+    """The subject of each row; with its place, and then a number, where several audits have the same row."""
+    names = [f.subject for f in rows]
+    for more in ([f" ({f.place})" if f.place else "" for f in rows], None):
+        seen = Counter(zip((f.law for f in rows), names, strict=True))
+        so_far: Counter[tuple[str, str]] = Counter()
+        for i, f in enumerate(rows):
+            key = (f.law, names[i])
+            so_far[key] += 1
+            if seen[key] > 1:
+                names[i] += f" #{so_far[key]}" if more is None else more[i]
+    return names
 
 
 def _xml(text: str) -> str:

@@ -38,6 +38,17 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
+def observed(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
+    """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules."""
+    handles = [module.register_forward_hook(hook) for module in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
 def no_graph_asked(graph: bool) -> Iterator[None]:
     """Without a graph, reentrant checkpointing warns that its inputs need no gradient; here that is intended."""
     if graph:

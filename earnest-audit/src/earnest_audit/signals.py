@@ -11,12 +11,12 @@ from torch import Tensor
 
 from earnest_audit.errors import nearest
 from earnest_audit.law import not_declared
+from earnest_audit.limits import ENOUGH
 from earnest_audit.step import StepError
-from earnest_audit.verdict import Finding
+from earnest_audit.verdict import Finding, judged
 
 KNOWN = ("mask", "attention", "advantages", "group", "logprobs", "behaviour", "stale", "truncated", "ends")
 GAP = 0.1  # mean |log ratio| of an unchanged policy; engines in 16 bits differ by 0.01 to 0.05
-ENOUGH = 4  # looks before "always" is reported
 
 
 @dataclass
@@ -131,11 +131,11 @@ class Signals:
         if not self._seen("behaviour"):
             yield not_declared("RT", "sampler = trainer", "logprobs=… and behaviour=…")
             return
-        yield Finding(
+        yield judged(
             "RT", "sampler = trainer", f"mean |log ratio| {self.gap:.2g} right after sampling", f"≤ {GAP:g}",
-            "holds" if self.gap <= GAP else "fails",
-            "" if self.gap <= GAP else "The policy that trains is not the one that sampled, before any update: a "
-            "temperature or top-p is applied on one side only, weights did not arrive, or tokens are shifted by one.",
+            self.gap <= GAP,
+            "The policy that trains is not the one that sampled, before any update: a temperature or top-p is applied "
+            "on one side only, weights did not arrive, or tokens are shifted by one.",
         )  # fmt: skip
 
     def _seen(self, name: str) -> int:
@@ -150,7 +150,6 @@ class Signals:
             return not_declared(law, subject, what)
         limits = [text for wrong, text in ((empty, "above 0 %"), (full, "below 100 %")) if wrong]
         measured, expected = f"{part / whole:.0%} in {looks} looks", ", ".join(limits)
-        if (empty and part == 0) or (full and part == whole):
-            early = looks < ENOUGH
-            return Finding(law, subject, measured, expected, "not applicable" if early else "fails", meaning)
-        return Finding(law, subject, measured, expected, "holds")
+        wrong = (empty and part == 0) or (full and part == whole)
+        outcome = "not applicable" if wrong and looks < ENOUGH else not wrong
+        return judged(law, subject, measured, expected, outcome, meaning)

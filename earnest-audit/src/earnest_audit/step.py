@@ -12,8 +12,9 @@ print(audit(step))
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
@@ -25,7 +26,7 @@ from earnest_audit.together import Together
 
 Role = Literal[
     "ids",  # token ids [B, T]
-    "labels",  # target ids [B, T]; -100 (or mask 0) is not supervised
+    "labels",  # target ids [B, T]; ignore_index (or mask 0) is not supervised
     "attention",  # 1 real token, 0 padding [B, T]
     "positions",  # position ids [B, T]
     "documents",  # which document of a packed row a token belongs to [B, T]
@@ -110,11 +111,12 @@ class Step:
                    batches, a fused kernel); law GL judges these gradients, law DF compares them with the loss's own
     ``update``     fn(): the run's own update from ``.grad`` (clip, guard, optimizer); hooks of the optimizer run in it,
                    and what it changes beside the trainable parameters and the optimizer is the caller's to restore
-    ``weighed``    term -> the knob that weighs it, for every term of the loss: each has a gradient by itself
+    ``weighed``    term -> the setting that weighs it, for every term of the loss: each has a gradient by itself
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
     ``wide``       the keys of the tensors that are padded with the rows; by default all that have their width, which
                    the verdict lists as a guess where some of them have no role
     ``reduction``  "mean" or "sum": how the loss adds up its rows, where that is known; then law SE checks it
+    ``ignore_index`` the label of places that are not supervised: -100, in some libraries -1
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
                       design)
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
@@ -156,6 +158,7 @@ class Step:
     value_is_loss: bool | None = None
     reduction: Reduction | None = None
     wide: Sequence[str] | None = None
+    ignore_index: int = -100
     switches: Sequence[str] = ()
     rows_interact: bool = False
     drops_tokens: bool = False
@@ -179,8 +182,9 @@ class Step:
                 f"may_idle={self.may_idle!r} is one text: give a sequence of patterns, ({self.may_idle!r},)."
             )
         self._expand()
-        if not self.batch:
-            raise StepError("the batch is empty; give the dict of tensors that the loss reads.")
+        if not isinstance(self.batch, Mapping) or not self.batch:
+            what = "is empty" if isinstance(self.batch, Mapping) else f"is a {type(self.batch).__name__}"
+            raise StepError(f"the batch {what}: give a dict of tensors, which the loss reads by their names.")
         for role, key in self.roles.items():
             if role not in ROLES:
                 raise StepError(f"unknown role {role!r}: {nearest(role, ROLES)}")
@@ -195,7 +199,7 @@ class Step:
                 raise StepError(
                     f"term {metric!r} is weighed by {knob!r}, which is no setting: {nearest(knob, self.knobs)}"
                 )
-        for what, named in (("switch", self.switches), ("pure setting", self.pure), ("inert setting", self.inert)):
+        for what, named in (("weight", self.switches), ("pure setting", self.pure), ("inert setting", self.inert)):
             if isinstance(named, str):
                 raise StepError(f"the {what} {named!r} is one text: give a sequence of names, ({named!r},).")
             for knob in named:
@@ -213,6 +217,7 @@ class Step:
             raise StepError(f"unknown reduction {self.reduction!r}: {nearest(self.reduction, get_args(Reduction))}")
         if not self.trainable():
             raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
+        self._check_call()
 
     def _expand(self) -> None:
         """Facts about settings and metrics, into the fields that the laws read. What stands there already stays."""
@@ -237,6 +242,26 @@ class Step:
             self.switches = (*self.switches, *(n for n in given if n in alone and n not in self.switches))
             inert = [n for n, s in given.items() if s.kind == "inert" and n not in self.inert]
             self.inert = (*self.inert, *inert)
+
+    def _check_call(self) -> None:
+        """The loss takes a model, a batch, and every setting by its name."""
+        try:
+            taken = list(inspect.signature(self.loss).parameters.values())
+        except (TypeError, ValueError):
+            return  # not written in Python
+        kinds = {p.kind for p in taken}
+        first = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]  # model and batch
+        named = [p for p in taken if p not in first and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        given = [*self.knobs, *self.options]
+        for name in given if inspect.Parameter.VAR_KEYWORD not in kinds else ():
+            if name not in {p.name for p in named}:
+                known = ", ".join(p.name for p in named) or "none"
+                raise StepError(f"the loss takes no setting {name!r} (it takes: {known}); add it to the loss's "
+                                "arguments, or remove it from settings.")  # fmt: skip
+        for p in named if inspect.Parameter.VAR_POSITIONAL not in kinds else ():
+            if p.default is p.empty and p.name not in given:
+                raise StepError(f"the loss needs the argument {p.name!r}: declare settings={{{p.name!r}: value}}, or "
+                                "give it a default.")  # fmt: skip
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -310,3 +335,11 @@ class Step:
             return 1
         sizes = [t.shape[0] for t in tensors]
         return max(set(sizes), key=sizes.count)
+
+
+def check_fields(declared: Mapping[str, Any]) -> None:
+    """Raise where a declaration is not a field of ``Step``."""
+    known = [f.name for f in fields(Step)]
+    for name in declared:
+        if name not in known:
+            raise StepError(f"{name!r} is not a declaration of a step: {nearest(name, known)}")

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from earnest_audit.activity import entries
 from earnest_audit.laws.liveness import some
+from earnest_audit.limits import ENOUGH
+from earnest_audit.places import caller
 from earnest_audit.verdict import Finding, LawOutcome
-
-ENOUGH = 4  # new gradients before a parameter is reported
-SAMPLE = 4096
 
 
 def modules() -> list[nn.Module]:
@@ -42,8 +42,10 @@ class Strays:
         self.owned = WeakIdKeyDictionary()
         self.strays = WeakIdKeyDictionary()
         self.partly: set[str] = set()
+        self.place = ""  # where the first optimizer stepped
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self.place = self.place or caller()
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self.owned[p] = True
@@ -54,18 +56,18 @@ class Strays:
                 if p in self.owned or p.grad is None or p.layout != torch.strided:
                     continue
                 if p not in self.strays:
-                    self.strays[p] = _Stray(f"{type(module).__name__}.{n}", _sample(p), _sample(p.grad))
+                    self.strays[p] = _Stray(f"{type(module).__name__}.{n}", entries(p).clone(), entries(p.grad).clone())
                 if trained:
                     self.partly.add(self.strays[p].name)
 
     def look(self) -> None:
         """Call before a step: counts new gradients. A parameter that has changed is trained elsewhere."""
         for p, stray in list(self.strays.items()):
-            now = None if p.grad is None else _sample(p.grad)
+            now = None if p.grad is None else entries(p.grad).clone()
             if now is None or torch.equal(now, stray.gradient):
                 continue
             stray.gradient = now
-            value = _sample(p)
+            value = entries(p).clone()
             stray.looks = stray.looks + 1 if torch.equal(value, stray.value) else 0
             stray.value = value
 
@@ -80,9 +82,5 @@ class Strays:
                     outcome,
                     f"{some(names)} get a gradient in every update, and no optimizer has them. Add them to the "
                     "optimizer's parameters; where they are meant to stay, requires_grad_(False) freezes them.",
+                    self.place,
                 )  # fmt: skip
-
-
-def _sample(t: Tensor) -> Tensor:
-    flat = t.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)].clone()

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest_audit import edits
 from earnest_audit.facts import Kind, Setting
 from earnest_audit.step import Step
 
@@ -42,6 +43,9 @@ KIND_OF: dict[str, Kind] = {"epsilon_low": "clip", "epsilon_high": "clip high"}
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
 DOCUMENTS = "documents of the packed rows"  # ours, and never passed to the trainer
 EXPERTS = ("*.experts.*",)  # where the models that route keep them
+# One entry per token of the rows.
+PER_TOKEN = ("token_type_ids", "completion_ids", "sampling_per_token_logps", "chosen_attention", "rejected_attention",
+             *ROLE_OF, DOCUMENTS)  # fmt: skip
 # As wide as the completions only by accident: never padded together with them.
 APART = ("prompt_ids", "prompt_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask", "KL_token_type_ids")
 
@@ -52,14 +56,14 @@ def step_of_trainer(
 ) -> Step:  # fmt: skip
     """``compute_loss`` is the trainer's own; ``items`` is its num_items_in_batch."""
     pairs, taught = _is_paired(trainer, inputs), hasattr(trainer, "teacher_model") and "labels" in inputs
-    batch = _separated(_split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs))
+    batch = _split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs)
     documents = _documents(inputs)
     if documents is not None:
         batch[DOCUMENTS] = documents
     knobs = _knobs(trainer, inputs)
 
     def loss(model: nn.Module, changed: Inputs, **settings: Any) -> tuple[Tensor, dict[str, float]]:
-        whole = _joined(changed)
+        whole = {k: v for k, v in changed.items() if k != DOCUMENTS}
         with _setting(trainer, settings), unchanged(trainer) as metrics:
             whole = _join_pairs(whole) if pairs else _labels_of(whole) if taught else whole
             value = compute_loss(model, whole, num_items_in_batch=items)
@@ -81,7 +85,7 @@ def step_of_trainer(
     logprobs: Callable[[nn.Module, Inputs], Any] | None = _scores if pairs and _is_a(trainer, "RewardTrainer") else None
     if "advantages" in roles and hasattr(trainer, LOGPROBS):
         logprobs = _logprobs(trainer)
-    return Step(
+    step = Step(
         model=model,
         loss=loss,
         batch=batch,
@@ -100,6 +104,10 @@ def step_of_trainer(
         name=f"{kind}'s step",
         seed=int(getattr(trainer.args, "seed", 0)),
     )
+    padded = edits.readings(step)[0]
+    if padded <= {*PER_TOKEN, *APART}:  # else a tensor that is not known here has the rows' width, and stays a guess
+        step.wide = sorted(padded - set(APART))
+    return step
 
 
 # --- what a trainer's settings imply for its loss ---------------------------------------------------------------------
@@ -199,15 +207,6 @@ def _labels_of(batch: Inputs) -> dict[str, Any]:
     return {**{k: v for k, v in batch.items() if k != "completion_mask"}, "labels": labels}
 
 
-def _separated(batch: dict[str, Any]) -> dict[str, Any]:
-    """Prompts as [B, 1, P]."""
-    return {k: v[:, None] if k in APART else v for k, v in batch.items()}
-
-
-def _joined(batch: Inputs) -> dict[str, Any]:
-    return {k: v[:, 0] if k in APART else v for k, v in batch.items() if k != DOCUMENTS}
-
-
 # --- what the model and the batch give away ---------------------------------------------------------------------------
 
 
@@ -260,8 +259,7 @@ def _knobs(trainer: Any, inputs: Inputs) -> dict[str, float]:
 
 
 def _logprobs(trainer: Any) -> Callable[[nn.Module, Inputs], Tensor]:
-    def logprobs(model: nn.Module, changed: Inputs) -> Tensor:
-        batch = _joined(changed)
+    def logprobs(model: nn.Module, batch: Inputs) -> Tensor:
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
         shown = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
         return getattr(trainer, LOGPROBS)(model, ids, shown, batch["completion_ids"].shape[1])[0]

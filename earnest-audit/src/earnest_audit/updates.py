@@ -11,11 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.verdict import Finding
+from earnest_audit.limits import ENOUGH, MANY, SURE
+from earnest_audit.verdict import Finding, judged
 
-ENOUGH = 4  # looks before "always" is reported
-SURE = 8  # … where one look is weak evidence
-MANY = 20  # looks; a warm-up from 0 is over by then, or is seen to rise
 SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little shorter
 
 
@@ -63,12 +61,11 @@ class Cleared:
     def finding(self) -> Iterator[Finding]:
         if self.looks < ENOUGH:
             return
-        broken = self.dirty >= ENOUGH
-        yield Finding(
+        yield judged(
             "SE", "gradients between two updates", f"left in place in the last {self.dirty} of {self.looks} looks",
-            f"cleared, fewer than {ENOUGH} looks in a row", "fails" if broken else "holds",
+            f"cleared, fewer than {ENOUGH} looks in a row", self.dirty < ENOUGH,
             "Every backward adds to the gradient of the updates before: zero_grad is missing, or clears another "
-            "model's." if broken else "",
+            "model's.",
         )  # fmt: skip
 
 
@@ -102,12 +99,11 @@ class Norm:
     def finding(self) -> Iterator[Finding]:
         if self.looks < SURE:
             return
-        broken = self.short == self.looks
-        yield Finding(
+        yield judged(
             "MR", "grad_norm", f"at most {self.ratio:.2g} of what the optimizer is given, in {self.looks} looks",
-            f"≥ {SLACK:g}", "fails" if broken else "holds",
+            f"≥ {SLACK:g}", self.short < self.looks,
             "The norm that is logged, and perhaps clipped by, is that of a part: one rank's shard, one group, or the "
-            "last micro-batch." if broken else "",
+            "last micro-batch.",
         )  # fmt: skip
 
 
@@ -143,9 +139,9 @@ class Rates:
     def finding(self) -> Iterator[Finding]:
         if self.looks < MANY:
             return
-        yield Finding(
+        yield judged(
             "GL", "the learning rate", f"{'above' if self.ever else 'always'} 0 in {self.looks} looks", "above 0",
-            "holds" if self.ever else "fails",
-            "" if self.ever else "Every group's learning rate is 0 while gradients come: a schedule that was cast to "
-            "whole numbers, or counts epochs. (A schedule that ends at 0 is not an error.)",
+            self.ever,
+            "Every group's learning rate is 0 while gradients come: a schedule that was cast to whole numbers, or "
+            "counts epochs. (A schedule that ends at 0 is not an error.)",
         )  # fmt: skip

@@ -148,6 +148,14 @@ def show(verdict: Verdict) -> None:
         Console().print(verdict)
 
 
+def judged(
+    law: str, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = "", place: str = ""
+) -> Finding:
+    """A row; True is "holds" and False "fails". What holds has no meaning."""
+    verdict: LawOutcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
+    return Finding(law, subject, measured, expected, verdict, "" if verdict == "holds" else meaning, place)
+
+
 def unchecked(code: str, subject: str, error: Exception) -> Finding:
     """The row of what raised while it was checked."""
     text = " ".join(str(error).split())

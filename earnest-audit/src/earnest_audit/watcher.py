@@ -27,19 +27,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.activity import Between, Mode, StepCounter, at_gradients, hooked, unproved
+from earnest_audit.activity import Between, Mode, StepCounter, at_gradients, entries, hooked, unproved
 from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
+from earnest_audit.limits import ENOUGH, MANY
 from earnest_audit.measure import is_number, number
 from earnest_audit.places import caller
 from earnest_audit.signals import Signals
 from earnest_audit.together import Together
 from earnest_audit.updates import Cleared, Norm, Rates
-from earnest_audit.verdict import Finding, Verdict
+from earnest_audit.verdict import Finding, Verdict, judged
 
-SAMPLE = 4096  # entries of a parameter that are compared across an update
-PATIENCE = 4  # looks before something that never happened is called dead
-STILL = 20  # equal values of a metric, or looks in a row without a gradient or a moved bit, before that is reported
 MOVES = ("kl", "entropy")  # metrics that cannot stay constant while a policy learns; more are declared
 TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step
 
@@ -135,7 +133,7 @@ class Watch:
 
     def terms(self, losses: Mapping[str, Tensor]) -> None:
         """Each term's share of the gradient, now and then: one more backward per term, so ⅔ % of the run at most."""
-        if not self.due or self.looks < PATIENCE - 1 or self.updates < self._terms_at:
+        if not self.due or self.looks < ENOUGH - 1 or self.updates < self._terms_at:
             return
         if any(_reentrant(loss) for loss in losses.values()):
             text = "terms: reentrant checkpointing hides a term's own gradient, so their shares are not watched; "
@@ -176,7 +174,7 @@ class Watch:
             self._end_update()
             return
         self._steps.call(self.model, self.optimizer, self.due)
-        if not self._steps.steps and self._steps.calls % STILL == 0:
+        if not self._steps.steps and self._steps.calls % MANY == 0:
             self._warn_steps()
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
@@ -190,14 +188,14 @@ class Watch:
                 )  # fmt: skip
             last, run, count = self._metrics.get(name, (math.nan, 0, 0))
             self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
-            if run + 1 >= STILL and value == last and self._has_to_move(name):
+            if run + 1 >= MANY and value == last and self._has_to_move(name):
                 self._warn(self._moving(name))
 
     # --- around an update ---------------------------------------------------------------------------------------------
 
     @property
     def due(self) -> bool:
-        return self.updates < PATIENCE or self.updates % self.every == 0
+        return self.updates < ENOUGH or self.updates % self.every == 0
 
     def before_update(self) -> None:
         """Gradients are there and the parameters are still the old ones."""
@@ -237,7 +235,7 @@ class Watch:
                 self._sampled(p, seen)
         self._rates.count(gradients)
         self._steps.look(found)
-        if self.looks == PATIENCE or self.looks > STILL:
+        if self.looks == ENOUGH or self.looks > MANY:
             self._warn(self._alive(), apart=self._late(self._dead()))
         for finding in self._updating():
             self._warn(finding)
@@ -245,11 +243,11 @@ class Watch:
     def _sampled(self, p: Tensor, seen: _Parameter) -> None:
         """Keep what the update has to change; of what the optimizer does not own, what somebody else has to."""
         if self._rates.full(p):
-            seen.before = _sample(p).clone()
+            seen.before = entries(p).clone()
         if self.optimizer is None or id(p) in self._rates.now:
             seen.stray, seen.last = 0, None
             return
-        now = _sample(p)
+        now = entries(p)
         seen.stray = seen.stray + 1 if seen.last is None or torch.equal(now, seen.last) else 0
         seen.last = now.clone()
 
@@ -260,11 +258,11 @@ class Watch:
                 seen = self._seen.get(name)
                 if seen is not None and seen.before is not None:
                     seen.updates += 1
-                    moved = not torch.equal(_sample(p), seen.before)
+                    moved = not torch.equal(entries(p), seen.before)
                     seen.moved += moved
                     seen.stuck = 0 if moved else seen.stuck + 1
                     seen.before = None
-            if self.looks == PATIENCE or self.looks > STILL:
+            if self.looks == ENOUGH or self.looks > MANY:
                 self._warn(self._bits(), apart=self._late(self._still()))
             assert self.optimizer is not None
             self._cleared.begin(p for group in self.optimizer.param_groups for p in group["params"])
@@ -275,7 +273,7 @@ class Watch:
         self.mode.see(self.model)
         self.mode.update()
         self.updates += 1
-        if self.mode.off >= STILL:
+        if self.mode.off >= MANY:
             for finding in self.mode.findings():
                 self._warn(finding)
 
@@ -284,19 +282,19 @@ class Watch:
             self._warn(finding)
 
     def _dead(self) -> list[str]:
-        """Without a gradient from the beginning, or in the last STILL looks; what comes back is alive again."""
-        found = [n for n, s in self._seen.items() if s.without >= (STILL if s.gradients else PATIENCE)]
+        """Without a gradient from the beginning, or in the last MANY looks; what comes back is alive again."""
+        found = [n for n, s in self._seen.items() if s.without >= (MANY if s.gradients else ENOUGH)]
         return [n for n in found if not idles(n, self.may_idle)]
 
     def _still(self) -> list[str]:
-        return [n for n, s in self._seen.items() if s.stuck >= (STILL if s.moved else PATIENCE)]
+        return [n for n, s in self._seen.items() if s.stuck >= (MANY if s.moved else ENOUGH)]
 
     def _strays(self) -> list[str]:
         """With a gradient, not the optimizer's, and moved by nobody; where it owns none of the model, that is soon
         sure."""
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         none = not any(id(p) in self._rates.now for p in named.values())
-        return [n for n in named if n in self._seen and self._seen[n].stray >= (PATIENCE if none else STILL)]
+        return [n for n in named if n in self._seen and self._seen[n].stray >= (ENOUGH if none else MANY)]
 
     def _late(self, names: list[str]) -> bool:
         """Whether one of them had a gradient, or moved, before."""
@@ -317,13 +315,13 @@ class Watch:
         yield from self._broken.values()
         if self.looks and not self._broken:
             yield Finding("GL", "gradients and metrics", f"finite in {self.looks} looks", "finite", "holds")
-        if self.looks >= PATIENCE:
+        if self.looks >= ENOUGH:
             yield self._alive()
         else:
-            yield Finding("GL", "trainable parameters", f"{self.looks} looks", f"≥ {PATIENCE}", "not applicable", "")
+            yield Finding("GL", "trainable parameters", f"{self.looks} looks", f"≥ {ENOUGH}", "not applicable", "")
         if self.optimizer is None:
             yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
-        elif any(s.updates >= PATIENCE for s in self._seen.values()):
+        elif any(s.updates >= ENOUGH for s in self._seen.values()):
             yield self._bits()
         yield from self._updating()
         yield from map(self._term, self._shares)
@@ -338,15 +336,15 @@ class Watch:
         """Metrics that have to move."""
         for name in sorted({n for n in self._metrics if self._has_to_move(n)} | set(self.moves)):
             count = self._metrics.get(name, (math.nan, 0, 0))[2]
-            if count < STILL:
-                yield Finding("MR", f"metric {name}", f"{count} values", f"≥ {STILL}", "not applicable", "")
+            if count < MANY:
+                yield Finding("MR", f"metric {name}", f"{count} values", f"≥ {MANY}", "not applicable", "")
             else:
                 yield self._moving(name)
 
     def _moving(self, name: str) -> Finding:
         value, run, count = self._metrics[name]
-        return _judged(
-            "MR", f"metric {name}", f"the last {run} of {count} values are equal", f"fewer than {STILL}", run < STILL,
+        return judged(
+            "MR", f"metric {name}", f"the last {run} of {count} values are equal", f"fewer than {MANY}", run < MANY,
             f"{name} {'was' if run == count else 'became'} {value:.4g} and stays there while the policy is updated: "
             "a constant, a default that nothing sets, or the policy compared with itself.",
         )  # fmt: skip
@@ -356,7 +354,7 @@ class Watch:
         measured = f"{min(shares):.0%} … {max(shares):.0%} of the gradient in {len(shares)} looks"
         if len(shares) < 2 and not max(shares):  # a penalty has no gradient at its reference, where runs begin
             return Finding("GL", f"term {name}", measured, "≥ 2 looks", "not applicable", "")
-        return _judged(
+        return judged(
             "GL", f"term {name}", measured, "above 0", max(shares) > 0,
             f"The term {name} adds nothing to the gradient: it is detached, masked away or weighs 0.",
         )  # fmt: skip
@@ -366,8 +364,8 @@ class Watch:
         never = [n for n in dead if not self._seen[n].gradients]
         text = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
         lost = [n for n in dead if n not in set(never)]
-        text += f"{some(lost)} had a gradient once, and none in the last {STILL} looks or more. " if lost else ""
-        return _judged(
+        text += f"{some(lost)} had a gradient once, and none in the last {MANY} looks or more. " if lost else ""
+        return judged(
             "GL", f"{len(self._seen)} trainable parameters",
             f"{len(self._seen) - len(dead)} got a gradient" + (f", {len(lost)} no longer do" if lost else ""),
             "all", not dead,
@@ -377,7 +375,7 @@ class Watch:
     def _bits(self) -> Finding:
         still = self._still()
         late = sum(self._seen[n].moved > 0 for n in still)
-        return _judged(
+        return judged(
             "GL", "the parameters' bits",
             f"{len(still) - late} parameters with a gradient never moved" + (f", {late} no longer do" if late else ""),
             "0", not still,
@@ -387,10 +385,10 @@ class Watch:
 
     def _updating(self) -> Iterator[Finding]:
         """Of the updates themselves: see ``earnest_audit.updates``."""
-        if self.optimizer is None or self.looks < PATIENCE:
+        if self.optimizer is None or self.looks < ENOUGH:
             return
         strays = self._strays()
-        yield _judged(
+        yield judged(
             "GL", "the optimizer's parameters", f"{len(strays)} trainable ones are not there, and stay constant", "0",
             not strays,
             f"{some(strays)} get a gradient and nobody moves them: they were unfrozen, or put in another's place, "
@@ -432,13 +430,3 @@ def watch(
     optimizer = Together(*map(hooked, optimizer)) if isinstance(optimizer, Sequence) else hooked(optimizer)
     signals, mode = Signals(all_supervised=all_supervised), Mode(may_leave=may_eval)
     return Watch(model, optimizer, every, moves, may_idle, signals, mode)
-
-
-def _sample(p: Tensor) -> Tensor:
-    """Up to SAMPLE entries, evenly spread."""
-    flat = p.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // SAMPLE)]
-
-
-def _judged(law: str, subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
-    return Finding(law, subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)

@@ -3,7 +3,7 @@
 lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a gradient there, with no reference in it: it is
 no loss)
 
-Needs: terms with a metric named kl; role reference with per-token log-probs; logprobs=fn
+Needs: a term whose metric is named kl; role reference with per-token log-probs; logprobs=fn
 How: The reference log-probs are set to the current policy's; the term's own gradient is the difference between two
 weights.
 Exceptions: k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.

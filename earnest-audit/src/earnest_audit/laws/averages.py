@@ -3,7 +3,7 @@
 every row twice          the same number; or as many times as the loss itself, where that is a sum
 3 columns of padding     the same number
 
-Needs: a step that returns (loss, metrics) under usual names, or metrics=… and terms; ids and a mask for padding
+Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask for padding
 How: Metrics of the batch with every row twice, and with three more columns of padding.
 Exceptions: Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, its
 metrics may be sums.

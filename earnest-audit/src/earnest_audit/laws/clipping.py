@@ -35,7 +35,7 @@ Case = tuple[float, int]
 MEANING = (
     "This is not how a pessimistic clip acts: a bound is wrong on one side, minimum and maximum are swapped, or one of "
     "two uses of the setting is ignored. (A threshold that removes whole rows has the same effect: declare it in "
-    "knobs.)"
+    "settings.)"
 )
 
 

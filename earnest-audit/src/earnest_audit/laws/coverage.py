@@ -19,6 +19,7 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.law import Law
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 ROWS = 2
@@ -71,7 +72,7 @@ def _decoded(probe: Probe, on: Tensor) -> str:
 def _every_position(probe: Probe, on: Tensor) -> Finding:
     """Change the signal of one supervised token at a time: the last ones of a few rows, and a first one."""
     step = probe.step
-    role = next((r for r in ("labels", "advantages", "behaviour", "teacher") if _per_token(probe, r, on)), None)
+    role = next((r for r in ("labels", "advantages", "behaviour", "teacher") if _fit(step, r, on) is not None), None)
     if role is None and step.kind == "sft" and "mask" in step.roles and not step.drops_tokens:
         role = "mask"
     if role is None:
@@ -115,7 +116,7 @@ def _positions(probe: Probe, role: str, on: Tensor) -> Tensor:
     """Where a role's values have to matter [B, T]."""
     step = probe.step
     bounds = edits.bounds(step, role) if role == "teacher" else None
-    fitting = _fit(role, on, step.batch[step.roles[role]]) if bounds is None else bounds[0]
+    fitting = _fit(step, role, on) if bounds is None else bounds[0]
     assert fitting is not None
     flat = fitting if fitting.ndim == 2 else fitting.flatten(2).any(-1)
     if role == "labels" and edits.in_place(step):  # nothing stands before a row's, or a document's, first token
@@ -226,7 +227,7 @@ def _matters(probe: Probe, role: str, only: Tensor, removed: bool) -> bool:
 
 def _removed(probe: Probe, base: edits.Batch, only: Tensor) -> Iterator[edits.Batch]:
     key = probe.step.roles["labels"]
-    yield {**base, key: torch.where(only, -100, base[key])}
+    yield {**base, key: torch.where(only, probe.step.ignore_index, base[key])}
 
 
 def _answers(probe: Probe) -> Finding:
@@ -266,16 +267,12 @@ def _answers(probe: Probe) -> Finding:
     )  # fmt: skip
 
 
-def _per_token(probe: Probe, role: str, on: Tensor) -> bool:
-    value = probe.step.value(role)
-    return value is not None and _fit(role, on, value) is not None
-
-
-def _fit(role: str, on: Tensor, value: Tensor) -> Tensor | None:
+def _fit(step: Step, role: str, on: Tensor) -> Tensor | None:
     """The mask in the shape of the signal; labels may be one wider, beside a mask of the shifted targets."""
-    if role == "labels" and value.ndim == 2 and value.shape[1] - on.shape[1] == 1:
-        on = torch.nn.functional.pad(on, (1, 0)) & (value != -100)
-    return edits.fit(on, value)
+    value = step.value(role)
+    if value is not None and role == "labels" and value.ndim == 2 and value.shape[1] - on.shape[1] == 1:
+        on = torch.nn.functional.pad(on, (1, 0)) & (value != step.ignore_index)
+    return None if value is None else edits.fit(on, value)
 
 
 def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterator[edits.Batch]:

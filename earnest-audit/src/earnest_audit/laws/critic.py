@@ -3,7 +3,7 @@
 old values far away   max((v - R)², (clipped v - R)²) depends on them; a minimum does not
 terms at weight 0     what the log-probs do not depend on, and a declared term trains, gets no gradient
 
-Needs: roles values and returns; logprobs=fn and terms={value loss: its weight} for the second
+Needs: roles values and returns; for the second, logprobs=fn and metrics={value loss: Metric(weight=setting)}
 How: Two evaluations with old values far from every return must give different losses. Then, with all terms off,
 parameters that the log-probs do not depend on must have a zero gradient.
 Exceptions: Clipped-only value losses (no maximum) depend on far values too. Heads that no declared term trains are not

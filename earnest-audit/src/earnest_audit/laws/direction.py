@@ -1,9 +1,9 @@
 """DR: A step along minus a term's own gradient lowers the metric that the term is about.
 
-Needs: terms, and their metrics in what the step returns
+Needs: metrics={name: Metric(weight=setting)}, returned by the step
 How: The term's gradient is the difference between two weights; after one small step along it the metric is measured
 again.
-Exceptions: An entropy bonus raises its metric: declare Raises(setting).
+Exceptions: An entropy bonus raises its metric: declare Metric(weight=setting, raises=True).
 Detects: sign errors, swapped chosen and rejected, a step that moves away as in torchft #233
 """
 
@@ -50,5 +50,5 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 LAW = Law.of(
     "DR", "direction", __doc__, check, quick=False, perturbed=True,
-    asks=(("terms", "terms={metric: setting that weighs it}", lambda step: bool(step.terms)),),
+    asks=(("terms", "metrics={name: Metric(weight=the setting that weighs it)}", lambda step: bool(step.terms)),),
 )  # fmt: skip

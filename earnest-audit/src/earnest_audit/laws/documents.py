@@ -229,7 +229,8 @@ def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     yield probe.same(
         FIRST, pull,
         f"The first tokens of {int(keep.sum())} packed documents are predicted from the end of another document: set "
-        "their labels to -100, as collators for packed rows do.", what="as targets they moved the gradient by {}",
+        f"their labels to {step.ignore_index}, as collators for packed rows do.",
+        what="as targets they moved the gradient by {}",
     )  # fmt: skip
 
 

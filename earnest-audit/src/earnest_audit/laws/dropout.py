@@ -16,7 +16,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from earnest_audit.law import Law
-from earnest_audit.laws.finite_difference import ROOM, is_integral, slopes
+from earnest_audit.laws.finite_difference import is_integral, slopes
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.restore import with_dropout
 from earnest_audit.verdict import Finding
@@ -39,18 +40,18 @@ def check(probe: Probe) -> Iterator[Finding]:
             return
         # A copy of the batch: readings of the declared one are kept, and have no dropout.
         batch = dict(step.batch)
-        size, slope, _ = slopes(probe, batch, ROOM, probe.gradient(batch))
+        size, slope, _ = slopes(probe, batch, NEAR, probe.gradient(batch))
     if size == 0:
         yield LAW.not_applicable(SUBJECT, "no gradient, or none that is finite: see GL")
         return
     off = abs(slope - size) / size
     # A step with a detach by design (DoRA's norm) is off without dropout too, and about as much.
-    if off > ROOM and (probe.random() or _off_without(probe) > off / 4):
+    if off > NEAR and (probe.random() or _off_without(probe) > off / 4):
         why = "Without dropout it is off as well, or the step is random: see FD."
         yield LAW.not_applicable(SUBJECT, "not a matter of dropout", why)
         return
     yield LAW.finding(
-        SUBJECT, f"finite difference {slope:.4g}, gradient {size:.4g}", f"within {ROOM:.0%}", off <= ROOM,
+        SUBJECT, f"finite difference {slope:.4g}, gradient {size:.4g}", f"within {NEAR:.0%}", off <= NEAR,
         "With dropout on, and only then, the gradient is not that of the loss: activation checkpointing draws another "
         "mask when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
     )  # fmt: skip
@@ -58,7 +59,7 @@ def check(probe: Probe) -> Iterator[Finding]:
 
 def _off_without(probe: Probe) -> float:
     batch = dict(probe.step.batch)
-    size, slope, _ = slopes(probe, batch, ROOM, probe.gradient(batch))
+    size, slope, _ = slopes(probe, batch, NEAR, probe.gradient(batch))
     return abs(slope - size) / size if size > 0 else 0.0
 
 

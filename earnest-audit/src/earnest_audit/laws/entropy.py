@@ -2,7 +2,7 @@
 
 another id at a row's last supervised place   H = -Σ π log π stays;  -log π(id) moves with the id
 
-Needs: terms with a metric named entropy; roles ids and mask; logprobs=fn
+Needs: a term whose metric is named entropy; roles ids and mask; logprobs=fn
 How: The last supervised token of a row, which no supervised position reads, gets another id. If the metric changes, a
 second id shows whether it changes as -log π does.
 Exceptions: A mask that is computed from the ids changes it too; the second id distinguishes the two.

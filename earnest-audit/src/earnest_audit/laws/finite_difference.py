@@ -24,12 +24,11 @@ import torch
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
+from earnest_audit.limits import NEAR, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
-ROOM = 0.05
-STRONG = 1e3  # times its weight a term is the loss: a small weight does not hide it
 TOO_COARSE = 1.0  # from this tolerance on a slope of 0 would pass
 LENGTHS = (1e-3, 1e-2, 1e-4, 3e-5, 1e-5)  # of the parameters' norm: a clip has corners and a sum has rounding
 
@@ -55,10 +54,10 @@ def check(probe: Probe) -> Iterator[Finding]:
         )  # fmt: skip
         return
     wide = _wide(probe) if probe.coarse else None
-    room = ROOM
+    room = NEAR
     if wide is None:
         # A short step along fp32 offsets is rounded away in a bf16 forward: half a slope is seen there, or twice one.
-        room = max(0.75 if probe.coarse else ROOM, 4 * probe.tolerance)
+        room = max(0.75 if probe.coarse else NEAR, 4 * probe.tolerance)
         if room >= TOO_COARSE:
             why = "A slope of 0 would pass; audit the step on an fp32 copy of the model to have this checked."
             yield LAW.finding(step.name, f"only within {room:.0%} in this dtype", "-", "not declared", why)
@@ -84,7 +83,7 @@ def _term(probe: Probe, batch: edits.Batch, subject: str, knob: str) -> Finding:
     strong, rest = {knob: STRONG * weight}, probe.gradient(batch, {knob: 0.0})
     twice = probe.gradient(batch, {knob: 2 * weight})
     own = twice.minus(rest)
-    if probe.tolerance * twice.norm() > ROOM / 4 * own.norm():
+    if probe.tolerance * twice.norm() > NEAR / 4 * own.norm():
         if not probe.afford(2, keep=2):
             return LAW.not_applicable(subject, "the budget is spent")
         own, whole = probe.gradient(batch, strong).minus(rest), probe.gradient(batch, strong)
@@ -92,7 +91,7 @@ def _term(probe: Probe, batch: edits.Batch, subject: str, knob: str) -> Finding:
         whole = rest.plus(own, STRONG / 2)
     if not probe.afford(1, keep=2):
         return LAW.not_applicable(subject, "the budget is spent")
-    return judged(LAW, subject, slopes(probe, batch, ROOM, own, whole, strong), ROOM)
+    return judged(LAW, subject, slopes(probe, batch, NEAR, own, whole, strong), NEAR)
 
 
 def judged(law: Law, subject: str, found: tuple[float, float, float], room: float, wide: bool = False) -> Finding:

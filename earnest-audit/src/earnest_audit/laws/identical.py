@@ -3,7 +3,7 @@
 teacher = student   →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
 GJS_α between disjoint distributions is H(α)·scale, largest at α = ½: swapped outer weights reverse that
 
-Needs: roles teacher and student=fn; terms, or pure={knob: value}, where another loss is mixed in
+Needs: roles teacher and student=fn; where another loss is mixed in, its weight, or Setting(value, pure=…)
 How: The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself.
 Exceptions: In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the
 teacher's entropy as its value. A weight named alpha may mix in a likelihood: the value that switches it off is searched
@@ -60,14 +60,15 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield LAW.finding(
                 IDENTICAL, measured, "0 and 0", "not declared",
                 f"At {name} = {value:g} nothing is left: {name} mixes another loss in. Declare "
-                f'pure={{"{name}": {value}}} and the divergence alone is checked.',
+                f'settings={{"{name}": Setting({step.knobs[name]}, pure={value})}} and the divergence alone is checked.',
             )  # fmt: skip
         else:
             yield LAW.finding(
                 IDENTICAL, measured, "0 (or the teacher's entropy) and 0", outcome,
                 "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are "
                 "mixed in place of probabilities, supports differ, a temperature is applied to one side only, or "
-                "another term is in the loss: declare it in terms, or pure={…} where a weight mixes the two.",
+                "another term is in the loss: declare its weight, Metric(weight=setting), or Setting(value, pure=…) "
+                "where a setting mixes the two.",
             )  # fmt: skip
     size = pull.usual.norm() if pull is not None else 0.0
     yield LAW.finding(

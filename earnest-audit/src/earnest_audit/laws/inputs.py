@@ -2,7 +2,8 @@
 does.
 
 Needs: roles; reference=… for the reference policy
-How: Each input is changed where the loss is taken, from a perturbed, off-policy state; the gradient must change.
+How: Each input is changed, from a perturbed, off-policy state; the gradient must change. Signals and labels are changed
+where the loss is taken. Of ids, only tokens without a loss are changed that supervised ones follow (a prompt).
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
@@ -38,11 +39,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             return
         for role, changes in _edits(probe, base):
             key = step.roles[role]
-            yield probe.matters(
-                f"input {role} ({key})", changes,
-                f"The gradient does not depend on {key!r} at all: the value is ignored, overwritten, or "
-                "only used under a detach. What is trained is another objective than the one that reads it.",
-            )  # fmt: skip
+            yield probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
         if (other := _other_vocabulary(probe, base)) is not None:
             change = probe.change(other, base)
             yield LAW.finding(
@@ -55,6 +52,22 @@ def check(probe: Probe) -> Iterator[Finding]:
         yield from _reference_stays(probe, step.reference)
     elif {"reference", "reference_chosen"} & step.roles.keys():
         yield LAW.not_declared("the reference policy", "reference=lambda: …, the reference's log-probs,")
+
+
+def _meaning(role: str, key: str) -> str:
+    """What it means that the edit of this role leaves the gradient unchanged."""
+    if role.endswith("attention"):
+        return f"Hiding tokens in {key!r} leaves the gradient unchanged: the mask does not reach the model."
+    if role in CONTEXT:
+        return (
+            f"Other tokens in {key!r} before the supervised ones leave the gradient unchanged: the model is given "
+            "other tokens, it does not attend to them, or each label is predicted from its own token (labels that are "
+            "not shifted)."
+        )
+    return (
+        f"The gradient does not depend on {key!r} at all: the value is ignored, overwritten, or only used under a "
+        "detach. What is trained is another objective than the one that reads it."
+    )
 
 
 def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Change]]]:
@@ -72,7 +85,7 @@ def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Chan
         yield "positions", _one(probe, base, other)
     for role in CONTEXT:
         if (other := _other_context(probe, base, role)) is not None:
-            yield role, _one(probe, base, other)
+            yield role, _one(probe, base, *other)
 
 
 def _one(probe: Probe, base: edits.Batch, edited: edits.Batch, how: str = "") -> Iterator[Change]:
@@ -158,7 +171,7 @@ def _labels(probe: Probe, base: edits.Batch) -> Iterator[Change]:
     labels = base[key]
     rolled = labels.roll(1, dims=0) if labels.shape[0] > 1 else labels.roll(1, dims=-1)
     yield from _one(probe, base, {**base, key: torch.where((labels >= 0) & (rolled >= 0), rolled, labels)})
-    yield from _one(probe, base, _thinner(probe, base, "labels", -100), ", by their positions only")
+    yield from _one(probe, base, _thinner(probe, base, "labels", probe.step.ignore_index), ", by their positions only")
 
 
 def _other_vocabulary(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
@@ -183,8 +196,9 @@ def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
     return {**batch, probe.step.roles["positions"]: value.flip(-1)}
 
 
-def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch | None:
-    """Other tokens, or fewer visible ones, where no loss is taken and some follows (anywhere if that is unknown)."""
+def _other_context(probe: Probe, batch: edits.Batch, role: str) -> tuple[edits.Batch, str] | None:
+    """Other tokens, or fewer visible ones, where no loss is taken and some follows (anywhere if that is unknown), and
+    where they are."""
     step = probe.step
     value = step.value(role)
     if value is None or value.ndim != 2:
@@ -193,21 +207,23 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> edits.Batch |
         seen = value != 0
         hidden = seen & (seen.cumsum(-1) % 2 == 1) & (seen.cumsum(-1) < seen.sum(-1, keepdim=True))
         fewer = torch.where(hidden, torch.zeros_like(value), value)
-        return {**batch, step.roles[role]: fewer} if bool(hidden.any()) else None
+        return ({**batch, step.roles[role]: fewer}, ", every second real token hidden") if bool(hidden.any()) else None
     shown = step.value(f"{role}_attention" if role in edits.SIDES else "attention")
     real = shown != 0 if shown is not None and shown.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
     on = step.value(f"{role}_mask") if role in ("chosen", "rejected") else edits.supervised(step, batch)
+    where = ""
     if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
         # Only the context: a token that is also a target would matter through the target alone.
         target = torch.nn.functional.pad((on != 0).long(), (value.shape[1] - on.shape[1], 0))
         # Packed rows have prompts after answers too, so any token that some answer follows is one.
         follows = target.flip(-1).cumsum(-1).flip(-1) > 0
         context = real & (target == 0) & follows
-        real = context if bool(context.any()) else real
+        if bool(context.any()):
+            real, where = context, ", in the tokens without a loss that supervised ones follow"
     # Rows of one prompt share their context, so tokens are drawn from the whole batch.
     order = torch.randperm(value.numel(), generator=edits.generator(step, 55)).to(value.device)
     other = value.flatten()[order].reshape(value.shape)
-    return {**batch, step.roles[role]: torch.where(real, other, value)}
+    return {**batch, step.roles[role]: torch.where(real, other, value)}, where
 
 
 def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Iterator[Finding]:

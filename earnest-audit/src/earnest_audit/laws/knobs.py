@@ -1,9 +1,10 @@
-"""KG: The gradient depends on every setting and not on inert ones, every mode of an option differs from the others, and
-a weight scales its term linearly.
+"""KG: The gradient depends on every setting and not on those declared inert, every mode of an option differs from the
+others, and a weight scales its term linearly.
 
-Needs: knobs, options, terms; inert for settings that must not matter
+Needs: settings={name: Setting(value, kind, modes)}, the kind "inert" for those that must not matter;
+metrics={name: Metric(weight=setting)} for terms
 How: Gradients (never loss values) at other values of the setting, from a perturbed, off-policy state.
-Exceptions: A clip is inert at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not
+Exceptions: A clip has no effect at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not
 sufficient: a sign or swapped modes pass here and fail elsewhere.
 Detects: SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means of
 chunks), verl-recipe #151 (an end of β that is clamped)
@@ -32,7 +33,7 @@ GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within
 def check(probe: Probe) -> Iterator[Finding]:
     step, base = probe.step, probe.off_policy()
     if not probe.gradient(base).finite():
-        yield LAW.not_applicable("knobs", "not finite off-policy", "see IG.")
+        yield LAW.not_applicable("settings", "not finite off-policy", "see IG.")
         return
     weights = set(step.weights.values())
     for knob, value in step.knobs.items():
@@ -109,12 +110,12 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator
             return
     if not tried:
         none = f"no other legal value of {value!r} was found"
-        yield LAW.finding(subject, none, "-", "not declared", "Declare it in options, with its modes.")
+        yield LAW.finding(subject, none, "-", "not declared", "Declare its other modes: Setting(value, modes=(…)).")
     elif at_one:
         yield LAW.finding(
             subject, "no change", "-", "not declared",
             "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
-            f'step is on-policy by design, inert=("{knob}",).',
+            f'step is on-policy by design, declare settings={{"{knob}": Setting({value!r}, "inert")}}.',
         )  # fmt: skip
     elif (mode := _in_other_modes(probe, base, knob, value)) is not None:
         yield LAW.not_applicable(subject, f"it acts with {mode} only")
@@ -130,7 +131,8 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator
             "no change above the noise" if probe.noise() else f"{value} → {values} left the gradient bit-equal",
             "a change", False,
             f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
-            f'without a gradient. Where it is intended to change nothing (a chunk length), declare inert=("{knob}",).',
+            "without a gradient. Where it is intended to change nothing (a chunk length), declare "
+            f'settings={{"{knob}": Setting({value!r}, "inert")}}.',
         )  # fmt: skip
 
 
@@ -274,5 +276,5 @@ def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Iterator
 
 
 LAW = Law.of("KG", "settings", __doc__, check, perturbed=True, asks=(
-    ("knobs", "knobs={…} and options={…},", lambda step: bool(step.knobs or step.options)),
+    ("settings", "settings={name: Setting(value)}", lambda step: bool(step.knobs or step.options)),
 ))  # fmt: skip

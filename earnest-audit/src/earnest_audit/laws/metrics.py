@@ -1,10 +1,10 @@
 """MR: A metric stays in its range, varies, is neutral for an unchanged policy, and "loss" is the loss.
 
-Needs: a step that returns (loss, metrics); metrics={name: (low, high)} and terms
+Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}
 How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
 and accuracies have a range by their names. Law MR-FORM uses the same evaluations.
 Exceptions: Counts and settings are constant by nature; only declared metrics, clipped shares and accuracies of pairs
-must vary, and those in still need not.
+must vary, unless Metric(moves=False) declares otherwise.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always 0
 """
 

@@ -1,9 +1,9 @@
 """PG-ONPOLICY: With behaviour = current policy the policy gradient is linear in the advantages, 0 for advantages of 0,
 raises what was better, and a clip whose range contains 1 has no effect.
 
-Needs: roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off
-How: Advantages are doubled and set to 0, clips are widened, and -∇L is compared with ∇Σ A·lp. Law PG-REINFORCE uses the
-same evaluations.
+Needs: roles advantages and behaviour; logprobs=fn(model, batch); weights of the other terms, which are switched off
+How: Advantages are doubled and set to 0, clips are widened, and -∇L is compared with ∇Σ A·lp; without logprobs, in the
+logits that the model computes. Law PG-REINFORCE uses the same evaluations.
 Exceptions: A step that whitens its advantages over the batch declares rows_interact=True.
 Detects: TRL #4499, mlx-lm-lora #50, verl #2513, a sign that is lost
 """
@@ -31,17 +31,18 @@ from earnest_audit.laws.ratio import (
     wider,
     without_advantages,
 )
+from earnest_audit.limits import AWAY, NEAR
+from earnest_audit.logits import descent
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding, LawOutcome
 
-ROOM = 0.05  # soft clips (SAPO) weigh the two signs a little differently; a wrong branch, mask or shift exceeds it
 REBUILT = """PG-REINFORCE: With behaviour = current policy the policy gradient is REINFORCE with the loss's own
 normaliser.
 
 on-policy, no other term:   ∇L = -Σ c_t A_t ∇lp_t,   c_t = -∂L/∂A_t (ratio form)   or   -(∂L/∂A_t)/lp_t (surrogate form)
 
-Needs: roles advantages and behaviour; logprobs=fn(model, batch); terms, so that other terms can be switched off
+Needs: roles advantages and behaviour; logprobs=fn(model, batch); weights of the other terms, which are switched off
 How: The normaliser is taken from ∂L/∂A and its share per token from ∂L/∂behaviour; the gradient is rebuilt from them
 and compared.
 Exceptions: A normaliser that differs from the textbook can be the recipe, so it is taken from the loss. Of the usual
@@ -50,6 +51,11 @@ step of another form is accused. A step that whitens its advantages declares row
 Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283
 """
 REINFORCE, LINEAR = "on-policy gradient = REINFORCE", "linear in the advantages, on-policy"
+RAISES = "descending the loss raises Σ A·lp"
+REVERSED = (
+    "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with other "
+    "rows."
+)
 MEANING = (
     "With the behaviour policy equal to the current one, a policy gradient is plain REINFORCE. This one is not: look "
     "for a swapped branch, a clamp that cuts ratio 1, a temperature that is not applied when log-probs are "
@@ -66,6 +72,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         batch = probe.off_policy()
         left = probe.gradient(without_advantages(probe, batch), quiet).norm()
         yield _zero(probe, left, probe.gradient(batch).norm(), affine=False)
+        yield from _raises_by_logits(probe)
         yield REINFORCED.not_declared(REINFORCE, "logprobs=lambda model, batch: …")
         return
     rows = list(_at_ratio_one(probe))
@@ -117,7 +124,10 @@ def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     )
     if outcome == "fails" and math.isfinite(left) and (affine or settings):
         outcome = "not declared"
-        meaning = "There is another term in the loss; declare terms={metric: setting} so that it can be switched off."
+        meaning = (
+            "There is another term in the loss; declare metrics={name: Metric(weight=setting)}, or Setting(value, "
+            '"weight"), so that it can be switched off.'
+        )
     baseline = ' If the step subtracts a baseline from them first, they are rewards: declare roles={"rewards": …}.'
     return LAW.finding("zero advantages", f"gradient {share:.2g} of the usual", "0", outcome, meaning + baseline)
 
@@ -172,7 +182,7 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
         )
         return
     total = float((a * slope).double().sum())
-    linear = abs(total - here.loss) <= ROOM * float((a * slope).double().abs().sum())
+    linear = abs(total - here.loss) <= NEAR * float((a * slope).double().abs().sum())
     mask = _mask(probe, batch, now)
     own = token_weights(here.inputs)
     own = own.reshape(now.shape).to(now.dtype) if own is not None and own.numel() == now.numel() else None
@@ -188,7 +198,7 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
     rebuilt = [probe.pull(-(weights.detach() * now).sum(), retain=True) for weights in forms]
     factors = [actual.best_scale(form) for form in rebuilt]
     off, factor = min((actual.distance(form.times(c)), c) for form, c in zip(rebuilt, factors, strict=True))
-    room = max(probe.tolerance, ROOM)
+    room = max(probe.tolerance, NEAR)
     bent = "" if linear else " The loss is not linear in the advantages: c, its derivative by them, may be wrong."
     yield REINFORCED.finding(
         REINFORCE,
@@ -239,7 +249,7 @@ def _disagreement(own: Tensor | None, expected: Tensor, mask: Tensor) -> str:
         return "The loss does not depend on the behaviour, so it is not known which tokens disagree."
     outside = int(((own != 0) & (mask == 0)).sum())
     size = float(expected.abs().max())
-    wrong = ((own - expected).abs() > ROOM * size) & (mask != 0)
+    wrong = ((own - expected).abs() > NEAR * size) & (mask != 0)
     if not bool(wrong.any()) and not outside:
         return (
             "Every token has the gradient weight of its advantage, so the log-probs differ: the loss differentiates "
@@ -264,11 +274,24 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
     a = a - a.mean() if centred else a
     up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * _mask(probe, batch, now) * now).sum())
     cosine = -policy(probe).gradient.cosine(up)
-    return probe.descends(
-        "descending the loss raises Σ A·lp", f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp", cosine,
-        "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with "
-        "other rows.", 0.05,
-    )  # fmt: skip
+    return probe.descends(RAISES, f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)
+
+
+def _raises_by_logits(probe: Probe) -> Iterator[Finding]:
+    """The same without a function for log-probs, from the logits that the model computes while the loss runs. Other
+    terms are in it, so only a gradient that points away is a failure."""
+    if (found := descent(probe)) is None:
+        return
+    a: Tensor = probe.step.batch[probe.step.roles["advantages"]].float()
+    a = a.reshape(len(a), -1)
+    if a.shape[1] - found.rises.shape[1] == 1:
+        a = a[:, 1:]
+    if a.shape[1] not in (1, found.rises.shape[1]):
+        return
+    wanted = a * _mask(probe, dict(probe.step.batch), found.rises)
+    length = float(wanted.norm() * found.rises.norm())
+    cosine = float((wanted * found.rises).sum()) / length if length > 0 else 0.0
+    yield probe.descends(RAISES, f"cosine {cosine:+.2f} between -∂L/∂lp and A, by token", cosine, REVERSED, AWAY)
 
 
 def _rebuilt(probe: Probe) -> Iterator[Finding]:

@@ -4,7 +4,7 @@ reference every pair has the same weight.
 chosen = rejected, token by token   →   gradient 0
 lp = reference                      →   every pair has the same weight, towards a wider margin
 
-Needs: roles chosen and rejected; logprobs=fn for the margin; terms or switches where another term is in the loss
+Needs: roles chosen and rejected; logprobs=fn for the margin; the weight of any other term in the loss
 How: The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε is
 compared with 1 - ε on swapped answers.
 Exceptions: SPPO, NCA and BCO weigh each answer by itself: pairwise=False. IPO pulls a margin that is beyond its target
@@ -24,6 +24,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.laws.parts import Part, RelativeGradient, mixer, undeclared_weight, weakest
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -105,17 +106,21 @@ def _identical(probe: Probe, pull: RelativeGradient | None, same: edits.Batch) -
             )
         elif mixing := mixer(probe, pull.part, probe.step.batch, same, probe.tolerance):
             knob, end = mixing
-            why = f"At {knob} = {end:g} nothing is left: {knob} weighs another term. Declare it in terms or switches."
+            why = f"At {knob} = {end:g} nothing is left: {knob} weighs another term. Declare {_as_weight(probe, knob)}."
         elif weight := undeclared_weight(probe, pull.part, probe.step.batch, same):
-            why = f"{weight} has no effect on such a pair: it weighs the preference; declare it in terms."
+            why = f"{weight} has no effect on such a pair: it weighs the preference. Declare Metric(weight={weight!r})."
     if why is not None:
         return LAW.finding(IDENTICAL, f"gradient {pull.size:.2g} of the usual", "0", "not declared", why)
     return probe.vanishes(
         IDENTICAL, pull.size,
         "A pair of two identical answers has a gradient: roles are mixed up, one side is "
-        "masked or normalised differently, or another term is in the loss (declare it in terms or switches; where each "
-        "answer is weighed by itself, pairwise=False).",
+        "masked or normalised differently, or another term is in the loss (declare its weight, Setting(value, "
+        "\"weight\"); where each answer is weighed by itself, pairwise=False).",
     )  # fmt: skip
+
+
+def _as_weight(probe: Probe, knob: str) -> str:
+    return f'settings={{"{knob}": Setting({probe.step.knobs[knob]!r}, "weight")}}'
 
 
 def _by_itself(probe: Probe, part: Part) -> bool:
@@ -155,13 +160,13 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     enough, why = 1 - max(probe.tolerance, 1e-2), None
     measured = f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)"
     # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
-    if referred and cosine <= 0.05:
+    if referred and cosine <= NEAR:
         if abs(alike) <= enough:  # references may be sums where log-probs are means
             there = max(alike, _at_reference(probe, part, wider, by_length=True), key=abs)
         measured += f", {-there:+.2f} at the reference"
     yield probe.descends(
         "descending widens the margin", measured, max(cosine, -there),
-        "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", 0.05,
+        "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", NEAR,
     )  # fmt: skip
     if not referred:
         return
@@ -265,7 +270,7 @@ def _rest(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
         f"above {probe.tolerance:.1g}", off > probe.tolerance,
         "Beside the preference there is a part that treats both answers alike, so the rejected ones are trained like "
         "the chosen ones: a likelihood over all rows instead of the chosen half. Where that is intended, declare its "
-        "weight in switches.",
+        "weight: Setting(value, \"weight\").",
     )  # fmt: skip
 
 

@@ -28,11 +28,11 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
-ROOM = 0.05  # how far from proportional two gradients may be and still have one exponent
 SLACK = 0.3  # soft clips bend the exponent by less; a weight too many or inverted moves it by 1 or 2
 
 
@@ -73,9 +73,9 @@ def _whitening(probe: Probe) -> str | None:
     batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], probe.step.terms_off
     a, once = batch[key], policy(probe).gradient
     constant = a.float().abs().mean().to(a.dtype)
-    if once.distance(alone(probe, probe.gradient({**batch, key: a + constant}, quiet))) <= ROOM:
+    if once.distance(alone(probe, probe.gradient({**batch, key: a + constant}, quiet))) <= NEAR:
         return "the step centres its advantages, rows interact by declaration"
-    if once.distance(alone(probe, probe.gradient({**batch, key: 2 * a}, quiet))) <= ROOM:
+    if once.distance(alone(probe, probe.gradient({**batch, key: 2 * a}, quiet))) <= NEAR:
         return "the step scales its advantages, rows interact by declaration"
     return None
 
@@ -88,7 +88,7 @@ def reach(probe: Probe) -> float:
 
 
 def wider(probe: Probe) -> dict[str, Any]:
-    """Every clip a quarter wider: inert at ratio 1, and at ρ."""
+    """Every clip a quarter wider: without effect at ratio 1, and at ρ."""
     return {knob: float(probe.step.knobs[knob]) * 1.25 for knob in probe.step.clips}
 
 
@@ -132,7 +132,7 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
         return LAW.not_applicable(subject, "no gradient on-policy")
     k, error, rest = exponent(once.times(factor), there, reach(probe))
     why = ""
-    if rest > max(ROOM, probe.tolerance):
+    if rest > max(NEAR, probe.tolerance):
         why = "Weights of whole sequences, caps and masks do not scale the gradient as a whole: there is no power."
     elif error > 0.5:
         why = "This dtype is too coarse to measure it."

@@ -1,5 +1,4 @@
-"""IG-READS: Lists batch tensors that have no declared role and are never read by the loss. Informational; never a
-failure.
+"""IG-READS: Lists the tensors of the batch that the loss never reads. Never a failure: the row is "not declared".
 
 Needs: a batch with tensors that have no role
 How: One evaluation on a batch that records which keys are read.
@@ -73,12 +72,12 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     unread = _unread(probe, step.batch, others)
     if unread:
-        yield LAW.not_applicable(
-            f"not read: {', '.join(unread)}",
-            "the loss never reads it",
-            "This tensor has no declared role and the loss does not read it. Where it should, declare its "
-            "role, and law IG checks that the gradient depends on it.",
-        )
+        names = ", ".join(unread)
+        yield LAW.finding(
+            f"never read: {names}", "the loss never reads it", "it is read, or not in the batch", "not declared",
+            f"The loss never reads {names}. Where it should, declare the role, and law IG checks that the gradient "
+            "depends on it.",
+        )  # fmt: skip
 
 
 def _unread(probe: Probe, batch: Mapping[str, Any], keys: list[str]) -> list[str]:

@@ -26,10 +26,10 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient, span
 from earnest_audit.law import Law
 from earnest_audit.laws.ratio import at_one, on_policy
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
-ROOM = 0.05  # rounding of a mean over the group, against the usual gradient
 BETTER, EQUAL = "a better reward raises its row", "rewards that are equal within every group"
 
 
@@ -112,7 +112,7 @@ def _equal(probe: Probe) -> Finding:
     values = torch.where(group % 2 == 0, high, low).to(totals)
     left = probe.gradient({**base, key: _spread(probe, base[key], values)}, quiet)
     off = left.norm() / max(usual, 1e-300)
-    room = max(ROOM, probe.tolerance)
+    room = max(NEAR, probe.tolerance)
     if off > room:  # a shaping by length or the like is in both
         same = probe.gradient({**base, key: _spread(probe, base[key], torch.full_like(values, high))}, quiet)
         off = left.minus(same).norm() / max(usual, 1e-300)

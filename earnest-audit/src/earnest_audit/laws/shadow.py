@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
-from earnest_audit.laws.finite_difference import ROOM, is_integral
+from earnest_audit.laws.finite_difference import is_integral
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe, fresh, result_of, seeded
+from earnest_audit.restore import observed
 from earnest_audit.verdict import Finding
 
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
@@ -211,15 +213,15 @@ def _slope(probe: Probe, shadow: nn.Module, batch: edits.Batch, gradient: Gradie
         found = (values[0] - values[1]) / (2 * reach)
         slope = found if abs(found - size) < abs(slope - size) else slope
         grain = min(grain, 4 * torch.finfo(torch.float32).eps * max(map(abs, values)) / (2 * reach))
-        if abs(slope - size) <= ROOM * size:
+        if abs(slope - size) <= NEAR * size:
             break
     for n, p in kept.items():
         own[n].copy_(p)
     subject, off = "slopes inside the float64 copy", abs(slope - size)
-    if ROOM * size < off <= grain:
+    if NEAR * size < off <= grain:
         return LAW.not_applicable(subject, f"the slope is known up to {grain:.2g} only")
     return LAW.finding(
-        subject, f"finite difference {slope:.4g}, gradient {size:.4g}", f"within {ROOM:.0%}", off <= ROOM * size,
+        subject, f"finite difference {slope:.4g}, gradient {size:.4g}", f"within {NEAR:.0%}", off <= NEAR * size,
         "Even in float64 the loss moves in stairs, or not as its gradient: its own code rounds on the way (a cast to "
         "16 bits, a round), or a part has no gradient. Where a straight-through gradient is intended, declare "
         "value_is_loss=False.",
@@ -238,17 +240,17 @@ def _shadow_gradient(
 ) -> tuple[Gradient, int]:
     step = probe.step
     lifted = edits.lifted(fresh(batch), torch.float64)
-    islands: set[str] = set()
-    hooks = [m.register_forward_hook(_watch(n, islands)) for n, m in shadow.named_modules()]
-    try:
-        with seeded(step.seed), torch.enable_grad():
-            probe.cost += 1
-            result = step.loss(shadow, lifted, **probe.settings(knobs))
-            own = dict(shadow.named_parameters())
-            found = probe.differentiate(result_of(result)[0], [own[n] for n in probe.parameters])
-    finally:
-        for hook in hooks:
-            hook.remove()
+    islands: set[nn.Module] = set()
+
+    def notice(module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != torch.float64:
+            islands.add(module)
+
+    with observed(shadow.modules(), notice), seeded(step.seed), torch.enable_grad():
+        probe.cost += 1
+        result = step.loss(shadow, lifted, **probe.settings(knobs))
+        own = dict(shadow.named_parameters())
+        found = probe.differentiate(result_of(result)[0], [own[n] for n in probe.parameters])
     return Gradient(dict(zip(probe.parameters, found, strict=True))), len(islands)
 
 
@@ -267,14 +269,6 @@ def _conditioning(probe: Probe, shadow: nn.Module, batch: edits.Batch, exact: Gr
         with torch.no_grad():
             for p, old in zip(shadow.parameters(), kept, strict=True):
                 p.copy_(old)
-
-
-def _watch(name: str, islands: set[str]) -> Any:
-    def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != torch.float64:
-            islands.add(name)
-
-    return hook
 
 
 def _head(model: nn.Module) -> Tensor | None:

@@ -147,7 +147,7 @@ def _parts(probe: Probe) -> Iterator[Finding]:
         yield LAW.finding(
             f"{WHOLE} (uneven)", f"{measured}; with equally many tokens in every row by {even.rest:.2g}", expected,
             "not declared",
-            "Terms have normalisers of their own. Declare terms={metric: setting}, and each is checked.",
+            "Terms have normalisers of their own. Declare metrics={name: Metric(weight=setting)}, and each is checked.",
         )  # fmt: skip
         return
     yield LAW.finding(

@@ -2,10 +2,10 @@
 
 L = Σ weight·term + Σ fixed terms
 
-Needs: fixed=(metrics of weight 1,), and terms for the others
+Needs: metrics={name: Metric(weight=…)} for every term: the setting that weighs it, or 1.0
 How: Loss and metrics of the perturbed step, which are known already. Then each term by itself: what a thousand times
 its weight adds to the loss.
-Exceptions: A metric with another normaliser than its term does not add up; then leave fixed undeclared.
+Exceptions: A metric with another normaliser than its term does not add up; then declare no weight of 1.0.
 Detects: mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
 
@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from earnest_audit.law import Law
+from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.step import Raises
 from earnest_audit.verdict import Finding
-
-STRONG = 1e3
-ROOM = 1e-3  # metrics are rounded to fp32 and summed in another order than the loss; a lost term exceeds it
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -34,7 +32,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     parts = {m: w * reading.metrics[m] for m, w in weights.items()}
     total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
-    room = max(ROOM, probe.coarsest) * scale
+    room = max(ROUNDED, probe.coarsest) * scale
     sums = " + ".join(f"{v:.4g} ({m})" for m, v in parts.items())
     yield LAW.finding(
         subject, f"{sums} = {total:.4g}, the loss is {reading.loss:.4g}", f"equal, up to {room:.1g}",
@@ -55,7 +53,7 @@ def _alone(probe: Probe, metric: str, knob: str, value: float) -> Finding:
     there, without = probe.look(None, {knob: weight}).loss, probe.look(None, {knob: 0.0}).loss
     own = (there - without) / weight * (-1 if isinstance(probe.step.terms[metric], Raises) else 1)
     grain = 16 * probe.coarsest * max(abs(there), abs(without)) / abs(weight)
-    room = max(ROOM, probe.coarsest) * max(abs(own), abs(value)) + grain
+    room = max(ROUNDED, probe.coarsest) * max(abs(own), abs(value)) + grain
     return LAW.finding(
         f"term {metric} by itself", f"it adds {own:.4g} per unit of {knob}, the metric is {value:.4g}",
         f"equal, up to {room:.1g}", abs(own - value) <= room,
