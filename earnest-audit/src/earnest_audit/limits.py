@@ -1,0 +1,16 @@
+"""The numbers that several checks are judged by: each with its unit and its reason. A number that only one law uses
+stands beside that law."""
+
+from __future__ import annotations
+
+# Laws: relative differences of gradients, values or metrics.
+NEAR = 0.05  # two computations that agree to first order only: a finite difference, soft clips, a power, a group's mean
+ROUNDED = 1e-3  # numbers that are logged in fp32 and summed in another order than the loss
+AWAY = -0.5  # a cosine below it points away: regularisers and mask conventions leave it above, a lost sign is at -1
+STRONG = 1e3  # times its weight a term is the loss, so that a small weight does not hide it
+
+# The watch: numbers of updates that are looked at.
+ENOUGH = 4  # before something that always (or never) happened is reported
+SURE = 8  # where one look is weak evidence
+MANY = 20  # before what has ended is reported: warm-ups from 0 rise, and a loss scale of 2 ** 16 is down to 1, by then
+SAMPLE = 4096  # entries of a parameter that are compared

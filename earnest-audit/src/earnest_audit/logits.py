@@ -1,0 +1,72 @@
+"""How a step of descent changes the log-probs of a batch's targets, where no function for log-probs is declared: from
+the logits that the model computes while the loss runs.
+
+Logits are recognised by a property: a loss of log-probs does not change when a constant is added to all logits of a
+token, so its derivatives by them sum to 0 there; a small penalty on the normaliser (a z-loss) leaves little.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit import edits
+from earnest_audit.limits import NEAR
+from earnest_audit.probe import Probe
+from earnest_audit.restore import observed
+
+
+@dataclass(frozen=True, eq=False)
+class Descent:
+    """Per target [B, T]: ``logprobs``; ``rises`` = -⟨∂L/∂logits, ∂lp/∂logits⟩, by how much descending the loss raises
+    each; ``cosines`` of the two vectors."""
+
+    logprobs: Tensor
+    rises: Tensor
+    cosines: Tensor
+
+
+def descent(probe: Probe) -> Descent | None:
+    """None where it is not known which logits predict which target, or the loss is no function of log-probs."""
+    step = probe.step
+    ids, labels = step.value("ids"), step.value("labels")
+    targets, shift = ids if labels is None else labels, 0 if edits.ahead(step) else 1
+    if targets is None or targets.ndim != 2 or (labels is not None and shift and not edits.in_place(step)):
+        return None
+    seen: dict[nn.Module, list[Tensor]] = {}
+
+    def keep(module: nn.Module, _args: Any, output: Any) -> None:
+        found = getattr(output, "logits", output)
+        if isinstance(found, Tensor) and found.ndim == 3 and found.is_floating_point() and found.requires_grad:
+            seen.setdefault(module, []).append(found)
+
+    probe.cost += 1
+    with observed(step.model.modules(), keep):
+        value, _ = probe.run(step.batch, step.terms_off)
+    rows, width = targets.shape
+    once = [calls[0] for calls in seen.values() if len(calls) == 1]
+    shapes = {(rows, width), (rows, width - shift)}
+    fitting = [t for t in once if tuple(t.shape[:2]) in shapes and t.shape[2] > int(targets.max())]
+    if not fitting or not value.requires_grad:
+        return None
+    try:
+        slopes = torch.autograd.grad(value, fitting, allow_unused=True)
+    except RuntimeError:  # reentrant checkpointing
+        return None
+    for logits, slope in zip(reversed(fitting), reversed(slopes), strict=True):
+        size = 0.0 if slope is None else float(slope.abs().sum())
+        if slope is not None and size > 0 and float(slope.sum(-1).abs().sum()) <= NEAR * size:
+            return _of(logits.detach()[:, : width - shift], -slope[:, : width - shift], targets[:, shift:].clamp(min=0))
+    return None
+
+
+def _of(logits: Tensor, down: Tensor, targets: Tensor) -> Descent:
+    """∂lp/∂logits is δ - p: 1 at the target, less every probability."""
+    logs, down, at = logits.float().log_softmax(-1), down.float(), targets[..., None]
+    probabilities, logprobs = logs.exp(), logs.gather(-1, at)[..., 0]
+    rises = down.gather(-1, at)[..., 0] - (down * probabilities).sum(-1)
+    length = (1 - 2 * logprobs.exp() + probabilities.square().sum(-1)).clamp_min(0).sqrt() * down.norm(dim=-1)
+    return Descent(logprobs, rises, rises / length.clamp_min(1e-30))
