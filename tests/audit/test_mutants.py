@@ -1,5 +1,5 @@
 """Blind mutants of correct steps, a fixed sample of them: how many the audit sees must not fall. All of them, and which
-are missed, are in docs/audit.md (benchmarks/audit_mutants.py)."""
+are missed, are in docs/audit-evidence.md (benchmarks/audit_mutants.py)."""
 
 from __future__ import annotations
 

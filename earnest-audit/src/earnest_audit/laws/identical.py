@@ -60,7 +60,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield LAW.finding(
                 IDENTICAL, measured, "0 and 0", "not declared",
                 f"At {name} = {value:g} nothing is left: {name} mixes another loss in. Declare "
-                f'settings={{"{name}": Setting({step.knobs[name]}, pure={value})}} and the divergence alone is checked.',
+                f'settings={{"{name}": Setting({step.knobs[name]}, pure={value})}} and the divergence alone is judged.',
             )  # fmt: skip
         else:
             yield LAW.finding(
