@@ -23,7 +23,7 @@ def dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[F
     gone = set(has) - set(kept) - set(inputs)
     if not gone:
         return
-    listening = _RecordingInputs(inputs)
+    listening = RecordingBatch(inputs)
     try:
         call(listening)
     except Exception:
@@ -36,14 +36,6 @@ def dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[F
             f"The Trainer drops columns that the model's forward does not take, {name} among them, and the loss goes "
             "on without. remove_unused_columns=False keeps it (and the collator has to pass it on).",
         )  # fmt: skip
-
-
-class _RecordingInputs(RecordingBatch):
-    """Inputs that record which keys are read or looked for."""
-
-    def __contains__(self, key: object) -> bool:
-        self.accessed.add(str(key))
-        return super().__contains__(key)
 
 
 def ends(trainer: Any, inputs: Any) -> Tensor | None:

@@ -11,8 +11,7 @@ None of these libraries is imported. A loss of log-probs is audited on a small p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.measure import number, result_of
+from earnest_audit.restore import replaced
 from earnest_audit.step import Step
 
 VOCABULARY, WIDTH, ROWS, LENGTH = 29, 16, 5, 10
@@ -81,7 +81,7 @@ def lightning(module: nn.Module, batch: Mapping[str, Any], **declared: Any) -> S
         logged: dict[str, Any] = {}
         collect = {"log": lambda name, value, *_, **__: logged.update({name: value}),
                    "log_dict": lambda values, *_, **__: logged.update(values)}  # fmt: skip
-        with _replaced(model, collect):
+        with replaced(model, collect):
             value, metrics = result_of(model.training_step(dict(changed), 0))
         return value, {**metrics, **logged}
 
@@ -94,7 +94,7 @@ def recipe(
     """The step of an object that owns its model, as torchtune's recipes do: ``owner._loss_step(batch)``."""
 
     def loss(changed_model: nn.Module, changed: Mapping[str, Any], **_: Any) -> Any:
-        with _replaced(owner, {model: changed_model}):
+        with replaced(owner, {model: changed_model}):
             return getattr(owner, call)(dict(changed))
 
     return Step(model=getattr(owner, model), loss=loss, batch=batch, **declared)
@@ -112,19 +112,6 @@ class _Changed:
 
     def get(self, name: str, default: Any = None) -> Any:
         return getattr(self, name, default)
-
-
-@contextmanager
-def _replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
-    """Inside the block, the object has these attributes."""
-    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
-        yield
-    finally:
-        for name in attributes:
-            del vars(owner)[name]
-        vars(owner).update(own)
 
 
 def _logprobs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:

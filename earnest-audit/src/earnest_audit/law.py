@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Literal
 
 from earnest_audit.step import Step
@@ -20,21 +21,17 @@ def always(_: Step) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Law:
-    """``check`` yields findings; a missing declaration gives "not declared", which is never a pass.
+    """``text`` is the docstring of its file: "CODE: sentence", paragraphs, then the four sections. ``check`` yields
+    findings; a missing declaration gives "not declared", which is never a pass.
 
     ``tier``: "core" is true of every correct step, "contrib" is a detector with known exceptions.
     """
 
     code: str
     name: str
-    sentence: str
-    body: str  # further paragraphs of its page: equations, a table of its relations
-    needs: str
-    how: str
-    exceptions: str
-    detects: str
+    text: str | None
     check: Callable[[Any], Iterator[Finding]]  # of a Probe; a subject's law: of the subject
     tier: Tier = "core"
     quick: bool = True  # cheap enough for --quick
@@ -43,29 +40,24 @@ class Law:
     asks: tuple[Ask, ...] = ()
     perturbed: bool = False  # judged away from symmetric and zero states
 
-    @classmethod
-    def of(
-        cls, code: str, name: str, page: str | None, check: Callable[[Any], Iterator[Finding]], *, tier: Tier = "core",
-        quick: bool = True, from_start: bool = False, when: Callable[[Step], bool] = always, asks: tuple[Ask, ...] = (),
-        perturbed: bool = False,
-    ) -> Law:  # fmt: skip
-        """The law whose page is this docstring: "CODE: sentence", paragraphs, then the four sections."""
-        text, *parts = re.split(rf"^({'|'.join(SECTIONS)}): ", page or "", flags=re.MULTILINE)
-        sections = {title: " ".join(part.split()) for title, part in zip(parts[::2], parts[1::2], strict=True)}
+    @cached_property
+    def sections(self) -> dict[str, str]:
+        """Its text by section; before the first one, the "sentence" and the "body" (equations, a table)."""
+        text, *parts = re.split(rf"^({'|'.join(SECTIONS)}): ", self.text or "", flags=re.MULTILINE)
         first, _, body = text.strip().partition("\n\n")
-        sentence = " ".join(first.removeprefix(f"{code}: ").split())
-        needs, how, exceptions, detects = (sections.get(title, "") for title in SECTIONS)
-        return cls(
-            code, name, sentence, body, needs, how, exceptions, detects, check, tier, quick, from_start, when, asks,
-            perturbed,
-        )  # fmt: skip
+        sentence = " ".join(first.removeprefix(f"{self.code}: ").split())
+        named = {title: " ".join(part.split()) for title, part in zip(parts[::2], parts[1::2], strict=True)}
+        return {"sentence": sentence, "body": body, **named}
+
+    @property
+    def sentence(self) -> str:
+        return self.sections["sentence"]
 
     def page(self) -> str:
         """Its page of documentation, in markdown."""
         lines = [f"## {self.code}: {self.name}", f"Tier: {self.tier}.", self.sentence]
-        lines += [f"```text\n{self.body}\n```"] if self.body else []
-        told = zip(SECTIONS, (self.needs, self.how, self.exceptions, self.detects), strict=True)
-        return "\n\n".join([*lines, *(f"**{title}.** {text}" for title, text in told if text)])
+        lines += [f"```text\n{self.sections['body']}\n```"] if self.sections["body"] else []
+        return "\n\n".join([*lines, *(f"**{title}.** {self.sections[title]}" for title in SECTIONS)])
 
     # --- rows ---------------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.gradient import Gradient
-from earnest_audit.restore import copied, no_graph_asked, seeded, without_graph
+from earnest_audit.restore import copied, no_graph_asked, put_back, seeded, without_graph
 from earnest_audit.step import Loss, Step, StepError
 
 Batch = dict[str, Any]
@@ -213,17 +213,12 @@ class Measure:
     def along(self, direction: Gradient, length: float) -> Iterator[None]:
         """Inside, the parameters are ``length`` further along the direction; afterwards they have their old bits."""
         size = direction.norm()
-        kept = {n: p.detach().clone() for n, p in self.parameters.items()}
-        try:
+        with put_back(self.parameters.values()):
             with torch.no_grad():
                 for n, p in self.parameters.items():
                     if (g := direction.parts[n]) is not None:
                         p.add_((g.double() * (length / size)).to(p.dtype))
             yield
-        finally:
-            with torch.no_grad():
-                for n, p in self.parameters.items():
-                    p.copy_(kept[n])
 
     def reach(self, share: float) -> float:
         """A length: this share of the norm of all trainable parameters."""

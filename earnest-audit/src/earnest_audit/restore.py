@@ -38,6 +38,31 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 @contextmanager
+def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
+    """Inside, the object has these attributes."""
+    own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(own)
+
+
+@contextmanager
+def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """These tensors have their old bits on the way out."""
+    kept = [(t, t.detach().clone()) for t in tensors]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for t, old in kept:
+                t.copy_(old)
+
+
+@contextmanager
 def observed(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
     """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules."""
     handles = [module.register_forward_hook(hook) for module in modules]

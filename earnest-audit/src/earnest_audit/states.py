@@ -14,7 +14,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.measure import Batch, Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import perturbation_sizes, restored
+from earnest_audit.restore import perturbation_sizes, put_back, restored
 from earnest_audit.step import Step
 
 
@@ -117,17 +117,14 @@ class States(Measure):
         """
         outer, self._state = self._state, f"{self._state}, {state}"
         generator = torch.Generator().manual_seed(self.step.seed + 17)
-        kept = {n: p.detach().clone() for n, p in self.parameters.items()}
         try:
-            with torch.no_grad():
-                for p in self.parameters.values():
-                    noise = torch.randn(p.shape, generator=generator).to(p.device, torch.float32)
-                    p.add_(by(p, noise).to(p.dtype))
-            yield
+            with put_back(self.parameters.values()):
+                with torch.no_grad():
+                    for p in self.parameters.values():
+                        noise = torch.randn(p.shape, generator=generator).to(p.device, torch.float32)
+                        p.add_(by(p, noise).to(p.dtype))
+                yield
         finally:
-            with torch.no_grad():
-                for n, p in self.parameters.items():
-                    p.copy_(kept[n])
             self._state = outer
 
     @contextmanager

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from earnest_audit import edits
 from earnest_audit.facts import Kind, Setting
+from earnest_audit.restore import replaced
 from earnest_audit.step import Step
 
 Inputs = Mapping[str, Any]
@@ -64,7 +65,7 @@ def step_of_trainer(
 
     def loss(model: nn.Module, changed: Inputs, **settings: Any) -> tuple[Tensor, dict[str, float]]:
         whole = {k: v for k, v in changed.items() if k != DOCUMENTS}
-        with _setting(trainer, settings), unchanged(trainer) as metrics:
+        with replaced(trainer, settings), unchanged(trainer) as metrics:
             whole = _join_pairs(whole) if pairs else _labels_of(whole) if taught else whole
             value = compute_loss(model, whole, num_items_in_batch=items)
         return value, metrics
@@ -275,18 +276,6 @@ def _scores(model: nn.Module, changed: Inputs) -> Any:
 
 
 # --- the trainer is left as it was ------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _setting(trainer: Any, settings: Mapping[str, Any]) -> Iterator[None]:
-    kept = {name: getattr(trainer, name) for name in settings}
-    try:
-        for name, value in settings.items():
-            setattr(trainer, name, value)
-        yield
-    finally:
-        for name, value in kept.items():
-            setattr(trainer, name, value)
 
 
 @contextmanager

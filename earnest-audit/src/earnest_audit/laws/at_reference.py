@@ -52,5 +52,5 @@ def _about_the_reference(metric: str) -> bool:
     return "kl" in name and not any(word in name for word in ("approx", "ppo", "old", "mismatch"))
 
 
-LAW = Law.of("KL-ZERO", "at the reference", __doc__, check, quick=False, perturbed=True,
+LAW = Law("KL-ZERO", "at the reference", __doc__, check, quick=False, perturbed=True,
              when=lambda step: "reference" in step.roles)  # fmt: skip

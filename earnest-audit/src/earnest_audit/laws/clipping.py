@@ -192,7 +192,7 @@ def _measure(
             found[case] = pick(found.get(case, got), got)
 
 
-LAW = Law.of(
+LAW = Law(
     "PG-CLIP", "clipping", __doc__, check, quick=False, perturbed=True,
     when=lambda step: step.kind == "policy gradient" and step.ratio_role in step.roles,
     asks=(

@@ -301,4 +301,4 @@ def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterat
         yield edits.perturb(step, base, role, edits.generator(step, 77), where=where.expand_as(old))
 
 
-LAW = Law.of("CV", "coverage", __doc__, check, quick=False)
+LAW = Law("CV", "coverage", __doc__, check, quick=False)

@@ -90,7 +90,7 @@ def _size(g: Tensor | None) -> float:
     return 0.0 if g is None else float(g.double().norm())
 
 
-LAW = Law.of(
+LAW = Law(
     "PG-CRITIC", "critic", __doc__, check, quick=False, tier="contrib", perturbed=True,
     when=lambda step: step.kind == "policy gradient" and bool({"values", "returns"} & step.roles.keys()),
 )  # fmt: skip

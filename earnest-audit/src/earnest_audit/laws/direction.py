@@ -48,7 +48,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-LAW = Law.of(
+LAW = Law(
     "DR", "direction", __doc__, check, quick=False, perturbed=True,
     asks=(("terms", "metrics={name: Metric(weight=the setting that weighs it)}", lambda step: bool(step.terms)),),
 )  # fmt: skip

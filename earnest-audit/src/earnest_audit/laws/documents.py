@@ -234,6 +234,6 @@ def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-LAW = Law.of("MI-PACKED", "packed documents", __doc__, check, perturbed=True, asks=(
+LAW = Law("MI-PACKED", "packed documents", __doc__, check, perturbed=True, asks=(
     (PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,', declared),
 ))  # fmt: skip

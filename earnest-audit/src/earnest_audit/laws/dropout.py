@@ -63,4 +63,4 @@ def _off_without(probe: Probe) -> float:
     return abs(slope - size) / size if size > 0 else 0.0
 
 
-LAW = Law.of("FD-DROPOUT", "dropout", __doc__, check, quick=False, tier="contrib")
+LAW = Law("FD-DROPOUT", "dropout", __doc__, check, quick=False, tier="contrib")

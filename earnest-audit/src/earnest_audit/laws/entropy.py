@@ -98,4 +98,4 @@ def _other(probe: Probe, spot: Tensor, times: int) -> edits.Batch:
     return batch
 
 
-LAW = Law.of("PG-ENTROPY", "entropy", __doc__, check, quick=False, tier="contrib", when=lambda step: bool(terms(step)))
+LAW = Law("PG-ENTROPY", "entropy", __doc__, check, quick=False, tier="contrib", when=lambda step: bool(terms(step)))

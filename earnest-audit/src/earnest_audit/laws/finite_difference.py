@@ -151,4 +151,4 @@ def slopes(
     return size, slope, min(grain for _, grain in found)
 
 
-LAW = Law.of("FD", "finite difference", __doc__, check, quick=False)
+LAW = Law("FD", "finite difference", __doc__, check, quick=False)

@@ -139,7 +139,7 @@ def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:
     return torch.full_like(teacher, low).scatter(-1, lowest, high)
 
 
-LAW = Law.of(
+LAW = Law(
     "DIV-ZERO", "identical", __doc__, check, quick=False, perturbed=True, when=lambda step: "teacher" in step.roles,
     asks=(
         (IDENTICAL, "student=lambda model, batch: …, in the teacher's form,", lambda step: step.student is not None),

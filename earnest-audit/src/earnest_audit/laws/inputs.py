@@ -257,4 +257,4 @@ def _largest_difference(a: Tensor, b: Tensor) -> float:
     return float(torch.where(a == b, torch.zeros_like(a), a - b).abs().max()) if a.numel() else 0.0
 
 
-LAW = Law.of("IG", "inputs", __doc__, check)
+LAW = Law("IG", "inputs", __doc__, check)

@@ -65,7 +65,7 @@ def _sure(probe: Probe, teacher: Tensor) -> tuple[edits.Batch, Gradient | None]:
     return {**step.batch, step.roles["teacher"]: far}, probe.pull(-(picked if on is None else picked * on).sum())
 
 
-LAW = Law.of(
+LAW = Law(
     "KL-DIRECTION", "KL direction", __doc__, check, quick=False, tier="contrib", perturbed=True,
     when=lambda step: "teacher" in step.roles and step.student is not None,
 )  # fmt: skip

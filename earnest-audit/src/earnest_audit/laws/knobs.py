@@ -275,6 +275,6 @@ def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Iterator
         yield probe.same(f"term {metric}", once.distance(second), why, room=room, what=what)
 
 
-LAW = Law.of("KG", "settings", __doc__, check, perturbed=True, asks=(
+LAW = Law("KG", "settings", __doc__, check, perturbed=True, asks=(
     ("settings", "settings={name: Setting(value)}", lambda step: bool(step.knobs or step.options)),
 ))  # fmt: skip

@@ -67,4 +67,4 @@ def _alone(probe: Probe, now: Tensor, row: int, column: int) -> float | None:
     return -down.cosine(up) if down.norm() * up.norm() > 0 and down.finite() else None
 
 
-LAW = Law.of("NLL", "likelihood", __doc__, check, quick=False, tier="contrib", when=imitates, perturbed=True)
+LAW = Law("NLL", "likelihood", __doc__, check, quick=False, tier="contrib", when=imitates, perturbed=True)

@@ -271,4 +271,4 @@ def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
 
 
-LAW = Law.of("GL", "liveness", __doc__, check, from_start=True)
+LAW = Law("GL", "liveness", __doc__, check, from_start=True)

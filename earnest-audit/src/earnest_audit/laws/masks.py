@@ -154,4 +154,4 @@ def _masked_row(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
     ))  # fmt: skip
 
 
-LAW = Law.of("MI", "masks", __doc__, check, perturbed=True)
+LAW = Law("MI", "masks", __doc__, check, perturbed=True)

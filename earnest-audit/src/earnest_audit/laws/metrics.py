@@ -242,5 +242,5 @@ def _forms(probe: Probe) -> Iterator[Finding]:
     return (row for row in check(probe) if row.law == FORM.code)
 
 
-LAW = Law.of("MR", "metrics", __doc__, check)
-FORM = Law.of("MR-FORM", "definitions of metrics", RECOMPUTED, _forms, tier="contrib")
+LAW = Law("MR", "metrics", __doc__, check)
+FORM = Law("MR-FORM", "definitions of metrics", RECOMPUTED, _forms, tier="contrib")

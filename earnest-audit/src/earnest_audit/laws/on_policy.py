@@ -302,6 +302,6 @@ def is_policy_gradient(step: Step) -> bool:
     return step.kind == "policy gradient"
 
 
-LAW = Law.of("PG-ONPOLICY", "on-policy", __doc__, check, quick=False, perturbed=True, when=is_policy_gradient)
-REINFORCED = Law.of("PG-REINFORCE", "REINFORCE", REBUILT, _rebuilt, quick=False, tier="contrib", perturbed=True,
+LAW = Law("PG-ONPOLICY", "on-policy", __doc__, check, quick=False, perturbed=True, when=is_policy_gradient)
+REINFORCED = Law("PG-REINFORCE", "REINFORCE", REBUILT, _rebuilt, quick=False, tier="contrib", perturbed=True,
                     when=is_policy_gradient)  # fmt: skip

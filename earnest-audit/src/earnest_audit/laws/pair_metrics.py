@@ -85,7 +85,7 @@ def _own_side(probe: Probe) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-LAW = Law.of(
+LAW = Law(
     "MR-PAIR", "pair metrics", __doc__, check, quick=False, tier="contrib",
     when=lambda step: {"chosen", "rejected"} <= step.roles.keys() and step.pairwise,
 )  # fmt: skip

@@ -274,7 +274,7 @@ def _rest(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-LAW = Law.of(
+LAW = Law(
     "PAIR", "pairs", __doc__, check, quick=False, perturbed=True,
     when=lambda step: {"chosen", "rejected"} <= step.roles.keys(),
 )  # fmt: skip

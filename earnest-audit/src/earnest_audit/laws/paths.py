@@ -65,7 +65,7 @@ def _backward(probe: Probe, backward: Callable[[Mapping[str, Any]], Any]) -> flo
     return change
 
 
-LAW = Law.of("DF", "paths", __doc__, check, asks=(
+LAW = Law("DF", "paths", __doc__, check, asks=(
     ("other paths", "paths={name: another function with the loss's signature}",
      lambda step: bool(step.paths) or step.backward is not None),
 ))  # fmt: skip

@@ -264,4 +264,4 @@ def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
     return None if float(total.abs().max()) <= 64 * eps * largest else total.to(parts[0].dtype)
 
 
-LAW = Law.of("PG-RATIO", "ratio", __doc__, check, quick=False, tier="contrib", when=has_ratio, perturbed=True)
+LAW = Law("PG-RATIO", "ratio", __doc__, check, quick=False, tier="contrib", when=has_ratio, perturbed=True)

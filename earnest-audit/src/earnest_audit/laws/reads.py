@@ -8,7 +8,7 @@ Detects: masks and positions that are collated and never reach the loss
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -25,44 +25,21 @@ class RecordingBatch(dict[str, Any]):
         super().__init__(values)
         self.accessed: set[str] = set()
 
-    def _all(self) -> None:
-        self.accessed |= set(dict.keys(self))
 
-    def __getitem__(self, key: str) -> Any:
-        self.accessed.add(key)
-        return super().__getitem__(key)
+def _recording(name: str, one: bool) -> Callable[..., Any]:
+    """A method of dict that records the key that it is called with, or all keys."""
 
-    def get(self, key: str, default: Any = None) -> Any:
-        self.accessed.add(key)
-        return super().get(key, default)
+    def method(batch: RecordingBatch, *args: Any) -> Any:
+        batch.accessed |= {str(args[0])} if one else set(dict.keys(batch))
+        return getattr(dict, name)(batch, *args)
 
-    def pop(self, key: str, *default: Any) -> Any:
-        self.accessed.add(key)
-        return super().pop(key, *default)
+    return method
 
-    def __iter__(self) -> Iterator[str]:
-        self._all()
-        return super().__iter__()
 
-    def keys(self) -> Any:
-        self._all()
-        return super().keys()
-
-    def values(self) -> Any:
-        self._all()
-        return super().values()
-
-    def items(self) -> Any:
-        self._all()
-        return super().items()
-
-    def copy(self) -> dict[str, Any]:
-        self._all()
-        return super().copy()
-
-    def __or__(self, other: Any) -> Any:
-        self._all()
-        return super().__or__(other)
+for _name in ("__getitem__", "get", "pop", "__contains__"):
+    setattr(RecordingBatch, _name, _recording(_name, one=True))
+for _name in ("__iter__", "keys", "values", "items", "copy", "__or__"):
+    setattr(RecordingBatch, _name, _recording(_name, one=False))
 
 
 def check(probe: Probe) -> Iterator[Finding]:
@@ -94,4 +71,4 @@ def _unread(probe: Probe, batch: Mapping[str, Any], keys: list[str]) -> list[str
     return [k for k in keys if k not in recording.accessed]
 
 
-LAW = Law.of("IG-READS", "unread inputs", __doc__, check, quick=False, tier="contrib")
+LAW = Law("IG-READS", "unread inputs", __doc__, check, quick=False, tier="contrib")

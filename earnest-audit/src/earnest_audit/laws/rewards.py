@@ -174,7 +174,7 @@ def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
     return out
 
 
-LAW = Law.of(
+LAW = Law(
     "PG-REWARD", "rewards", __doc__, check, quick=False, tier="contrib", perturbed=True,
     when=lambda step: step.kind == "policy gradient" and "rewards" in step.roles,
 )  # fmt: skip

@@ -62,4 +62,4 @@ def check(probe: Probe) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-LAW = Law.of("MI-LENGTH", "row length", __doc__, check, quick=False, tier="contrib")
+LAW = Law("MI-LENGTH", "row length", __doc__, check, quick=False, tier="contrib")

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -25,7 +26,7 @@ from earnest_audit.law import Law
 from earnest_audit.laws.finite_difference import is_integral
 from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe, fresh, result_of, seeded
-from earnest_audit.restore import observed
+from earnest_audit.restore import observed, put_back
 from earnest_audit.verdict import Finding
 
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
@@ -199,15 +200,14 @@ def _slope(probe: Probe, shadow: nn.Module, batch: edits.Batch, gradient: Gradie
     size, own = gradient.norm(), dict(shadow.named_parameters())
     if size == 0 or not gradient.finite() or not probe.afford(2, keep=0):
         return None
-    kept = {n: own[n].detach().clone() for n in probe.parameters}
     slope = grain = math.inf
     for reach in map(probe.reach, LENGTHS):
         values = []
         for sign in (+1, -1):
-            for n, g in gradient.parts.items():
-                own[n].copy_(kept[n] if g is None else kept[n] + g * (sign * reach / size))
-            probe.cost += 1 / 3
-            with seeded(probe.step.seed), torch.no_grad():
+            with put_back([own[n] for n in probe.parameters]), seeded(probe.step.seed), torch.no_grad():
+                for n, g in gradient.parts.items():
+                    own[n].add_(0.0 if g is None else g * (sign * reach / size))
+                probe.cost += 1 / 3
                 lifted = edits.lifted(fresh(batch), torch.float64)
                 values.append(float(result_of(probe.step.loss(shadow, lifted, **probe.settings()))[0]))
         found = (values[0] - values[1]) / (2 * reach)
@@ -215,8 +215,6 @@ def _slope(probe: Probe, shadow: nn.Module, batch: edits.Batch, gradient: Gradie
         grain = min(grain, 4 * torch.finfo(torch.float32).eps * max(map(abs, values)) / (2 * reach))
         if abs(slope - size) <= NEAR * size:
             break
-    for n, p in kept.items():
-        own[n].copy_(p)
     subject, off = "slopes inside the float64 copy", abs(slope - size)
     if NEAR * size < off <= grain:
         return LAW.not_applicable(subject, f"the slope is known up to {grain:.2g} only")
@@ -258,17 +256,12 @@ def _conditioning(probe: Probe, shadow: nn.Module, batch: edits.Batch, exact: Gr
     """How far the exact gradient moves when every weight, a frozen one too, does by a unit in the model's own last
     place: the effect that rounding alone may have on a correct step."""
     rng = torch.Generator().manual_seed(probe.step.seed + 23)
-    kept = [p.detach().clone() for p in shadow.parameters()]
-    with torch.no_grad():
-        for p in shadow.parameters():
-            sign = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
-            p.addcmul_(p.abs(), sign, value=probe.coarsest)
-    try:
-        return exact.distance(_shadow_gradient(probe, shadow, batch)[0])
-    finally:
+    with put_back(shadow.parameters()):
         with torch.no_grad():
-            for p, old in zip(shadow.parameters(), kept, strict=True):
-                p.copy_(old)
+            for p in shadow.parameters():
+                sign = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
+                p.addcmul_(p.abs(), sign, value=probe.coarsest)
+        return exact.distance(_shadow_gradient(probe, shadow, batch)[0])
 
 
 def _head(model: nn.Module) -> Tensor | None:
@@ -277,22 +270,14 @@ def _head(model: nn.Module) -> Tensor | None:
     return matrices[-1] if matrices else None
 
 
-class _scaled:
-    """Multiply a tensor in place and put its bits back."""
-
-    def __init__(self, tensor: Tensor | None, factor: float) -> None:
-        self.tensor, self.factor = tensor, factor
-
-    def __enter__(self) -> None:
-        if self.tensor is not None and self.factor != 1.0:
-            self.kept = self.tensor.detach().clone()
+@contextmanager
+def _scaled(tensor: Tensor | None, factor: float) -> Iterator[None]:
+    """Inside, the tensor is this many times as large."""
+    with put_back([] if tensor is None or factor == 1.0 else [tensor]):
+        if tensor is not None and factor != 1.0:
             with torch.no_grad():
-                self.tensor.mul_(self.factor)
-
-    def __exit__(self, *_: object) -> None:
-        if self.tensor is not None and self.factor != 1.0:
-            with torch.no_grad():
-                self.tensor.copy_(self.kept)
+                tensor.mul_(factor)
+        yield
 
 
-LAW = Law.of("F64", "float64 shadow", __doc__, check, quick=False)
+LAW = Law("F64", "float64 shadow", __doc__, check, quick=False)

@@ -184,4 +184,4 @@ def _moved(
     return by_last, by_own
 
 
-LAW = Law.of("CV-SHIFT", "shift", __doc__, check, quick=False, when=predicts, perturbed=True)
+LAW = Law("CV-SHIFT", "shift", __doc__, check, quick=False, when=predicts, perturbed=True)

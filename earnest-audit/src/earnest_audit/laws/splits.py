@@ -251,4 +251,4 @@ def _evenly(probe: Probe) -> Span | None:
         return None
 
 
-LAW = Law.of("SE", "splits", __doc__, check, quick=False, perturbed=True)
+LAW = Law("SE", "splits", __doc__, check, quick=False, perturbed=True)

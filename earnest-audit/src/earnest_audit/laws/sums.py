@@ -61,4 +61,4 @@ def _alone(probe: Probe, metric: str, knob: str, value: float) -> Finding:
     )  # fmt: skip
 
 
-LAW = Law.of("MR-SUM", "sums", __doc__, check, when=lambda step: bool(step.fixed), perturbed=True)
+LAW = Law("MR-SUM", "sums", __doc__, check, when=lambda step: bool(step.fixed), perturbed=True)

@@ -72,7 +72,7 @@ def _norms(probe: Probe, name: str) -> tuple[float, float] | None:
     return least, there
 
 
-LAW = Law.of(
+LAW = Law(
     "PAIR-TARGET", "target margins", __doc__, check, quick=False, tier="contrib", perturbed=True,
     when=lambda step: {"chosen", "rejected"} <= step.roles.keys(),
 )  # fmt: skip

@@ -115,4 +115,4 @@ class Accumulation:
             return base.left_in(self.model)
 
 
-LAW = Law.of("SE-ACCUMULATION", "accumulation (Accumulation)", __doc__, Accumulation.check)
+LAW = Law("SE-ACCUMULATION", "accumulation (Accumulation)", __doc__, Accumulation.check)

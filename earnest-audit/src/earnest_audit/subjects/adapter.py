@@ -78,4 +78,4 @@ class AdapterStart:
         return LAW.agrees(subject, relative(before, outputs(self.outputs, model)), room, meaning, "outputs off by {}")
 
 
-LAW = Law.of("ADAPTER", "adapter at initialization (AdapterStart)", __doc__, AdapterStart.check)
+LAW = Law("ADAPTER", "adapter at initialization (AdapterStart)", __doc__, AdapterStart.check)

@@ -370,4 +370,4 @@ def _room(rewards: Tensor, groups: Tensor, given: Tensor, over: str) -> float:
     return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
 
 
-LAW = Law.of("ADV", "advantages (AdvantageEstimator)", __doc__, AdvantageEstimator.check)
+LAW = Law("ADV", "advantages (AdvantageEstimator)", __doc__, AdvantageEstimator.check)

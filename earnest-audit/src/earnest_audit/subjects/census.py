@@ -52,4 +52,4 @@ def _numbers(names: Iterable[str] | Mapping[str, float]) -> Mapping[str, float] 
     return names if isinstance(names, Mapping) and all(isinstance(v, int | float) for v in names.values()) else None
 
 
-LAW = Law.of("CENSUS", "census (Census)", __doc__, Census.check)
+LAW = Law("CENSUS", "census (Census)", __doc__, Census.check)

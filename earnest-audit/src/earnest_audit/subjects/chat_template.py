@@ -83,4 +83,4 @@ class ChatTemplate:
         return [t for t, on in zip(ids, mask, strict=True) if on]
 
 
-LAW = Law.of("TEMPLATE", "chat template (ChatTemplate)", __doc__, ChatTemplate.check)
+LAW = Law("TEMPLATE", "chat template (ChatTemplate)", __doc__, ChatTemplate.check)

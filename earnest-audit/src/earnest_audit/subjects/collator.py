@@ -97,4 +97,4 @@ def _equal(a: Any, b: Any) -> bool:
     return type(a) is type(b) and bool(a == b)
 
 
-LAW = Law.of("DATA", "collator (Collator)", __doc__, Collator.check)
+LAW = Law("DATA", "collator (Collator)", __doc__, Collator.check)

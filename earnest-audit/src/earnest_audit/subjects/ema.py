@@ -161,4 +161,4 @@ def _given(update: Callable[..., Tensor | None], average: Tensor, current: Tenso
     return given if isinstance(given, Tensor) else average
 
 
-LAW = Law.of("EMA", "moving average (Ema)", __doc__, Ema.check)
+LAW = Law("EMA", "moving average (Ema)", __doc__, Ema.check)

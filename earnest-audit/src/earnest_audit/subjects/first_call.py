@@ -72,4 +72,4 @@ class FirstCall:
         return LAW.agrees(subject, relative(a, b), rounding(a) if self.tolerance is None else self.tolerance, meaning)
 
 
-LAW = Law.of("FIRST-CALL", "first call (FirstCall)", __doc__, FirstCall.check)
+LAW = Law("FIRST-CALL", "first call (FirstCall)", __doc__, FirstCall.check)

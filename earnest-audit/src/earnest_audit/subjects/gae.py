@@ -158,4 +158,4 @@ def _last(mask: Tensor) -> Tensor:
     return places == places.amax(-1, keepdim=True)
 
 
-LAW = Law.of("GAE", "GAE (GAE)", __doc__, GAE.check)
+LAW = Law("GAE", "GAE (GAE)", __doc__, GAE.check)

@@ -77,4 +77,4 @@ class Gather:
         )  # fmt: skip
 
 
-LAW = Law.of("RT-GATHER", "gather (Gather)", __doc__, Gather.check)
+LAW = Law("RT-GATHER", "gather (Gather)", __doc__, Gather.check)

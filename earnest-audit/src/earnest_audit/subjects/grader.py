@@ -53,4 +53,4 @@ class Grader:
         yield LAW.none("again", moved, f"{len(moved)} of {len(answers)} rewards differ", more)
 
 
-LAW = Law.of("GRADER", "grader (Grader)", __doc__, Grader.check)
+LAW = Law("GRADER", "grader (Grader)", __doc__, Grader.check)

@@ -76,4 +76,4 @@ class Merge:
         return min(0.5, max(16 * grain, rounding(one)))
 
 
-LAW = Law.of("MERGE", "merge (Merge)", __doc__, Merge.check)
+LAW = Law("MERGE", "merge (Merge)", __doc__, Merge.check)

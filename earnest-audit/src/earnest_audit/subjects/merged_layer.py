@@ -54,4 +54,4 @@ class MergedLayer:
         return LAW.agrees(subject, relative(before, outputs(self.outputs)), room, meaning)
 
 
-LAW = Law.of("DF-MERGED", "merged layer (MergedLayer)", __doc__, MergedLayer.check)
+LAW = Law("DF-MERGED", "merged layer (MergedLayer)", __doc__, MergedLayer.check)

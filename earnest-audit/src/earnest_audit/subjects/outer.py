@@ -195,4 +195,4 @@ def _is_rate(knob: str) -> bool:
     return "inner" not in name and any(name == r or name.endswith(f"_{r}") for r in RATES)
 
 
-LAW = Law.of("OUTER", "outer step (OuterStep)", __doc__, OuterStep.check)
+LAW = Law("OUTER", "outer step (OuterStep)", __doc__, OuterStep.check)

@@ -74,4 +74,4 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and bool(torch.equal(a, b))
 
 
-LAW = Law.of("RANKS", "ranks (Ranks)", __doc__, Ranks.check)
+LAW = Law("RANKS", "ranks (Ranks)", __doc__, Ranks.check)

@@ -87,4 +87,4 @@ class Resume:
             yield self._equal("load, after the saved run went on", self.state(third).detach(), loaded, FOLLOWS)
 
 
-LAW = Law.of("RT-RESUME", "resume (Resume)", __doc__, Resume.check)
+LAW = Law("RT-RESUME", "resume (Resume)", __doc__, Resume.check)

@@ -132,4 +132,4 @@ def _first(parameters: Mapping[str, nn.Parameter], names: list[str]) -> dict[str
     return {n: seen.setdefault(id(parameters[n]), n) for n in names}
 
 
-LAW = Law.of("RT", "save and load (RoundTrip)", __doc__, RoundTrip.check)
+LAW = Law("RT", "save and load (RoundTrip)", __doc__, RoundTrip.check)

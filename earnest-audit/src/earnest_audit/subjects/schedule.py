@@ -135,4 +135,4 @@ def _spread(value: float | Sequence[float], groups: int) -> list[float]:
     return found
 
 
-LAW = Law.of("SCHEDULE", "schedule (Schedule)", __doc__, Schedule.check)
+LAW = Law("SCHEDULE", "schedule (Schedule)", __doc__, Schedule.check)

@@ -155,4 +155,4 @@ def _difference(a: Tensor, b: Tensor) -> float:
     return largest(torch.where(a == b, torch.zeros_like(size), gap(a, b) / size))
 
 
-LAW = Law.of("RT-SYNC", "weight sync (WeightSync)", __doc__, WeightSync.check)
+LAW = Law("RT-SYNC", "weight sync (WeightSync)", __doc__, WeightSync.check)

@@ -46,4 +46,4 @@ class Unbiased:
             )  # fmt: skip
 
 
-LAW = Law.of("UNBIASED", "thinning (Unbiased)", __doc__, Unbiased.check)
+LAW = Law("UNBIASED", "thinning (Unbiased)", __doc__, Unbiased.check)

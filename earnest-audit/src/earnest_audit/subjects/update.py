@@ -131,4 +131,4 @@ class Update:
         return Gradient({n: None if g is None else g.detach() for n, g in zip(named, found, strict=True)})
 
 
-LAW = Law.of("SE-UPDATE", "update (Update)", __doc__, Update.check)
+LAW = Law("SE-UPDATE", "update (Update)", __doc__, Update.check)
