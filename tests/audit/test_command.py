@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -87,6 +88,15 @@ def test_junit_has_a_case_for_each_row_and_counts_that_agree() -> None:
     failure = cases[1][0]
     assert failure.attrib["type"] == "MI" and "2e-3\ufffd" in failure.attrib["message"]
     assert "a b.py:7" in str(failure.text)
+
+
+def test_junit_names_rows_of_several_audits_apart() -> None:
+    """A reader of JUnit keeps one case per class and name; the others would be lost."""
+    other = replace(FAILS, place="b.py:3")
+    root = ElementTree.fromstring(junit(Verdict((HOLDS, FAILS, other, other))))
+    names = [case.attrib["name"] for case in root[0]]
+    assert names[0] == HOLDS.subject and len(set(names)) == 4
+    assert names[1:] == [f"{FAILS.subject} ({more}" for more in ("a b.py:7)", "b.py:3) #1", "b.py:3) #2")]
 
 
 def test_sarif_has_the_law_the_file_and_the_line() -> None:
@@ -226,7 +236,16 @@ def test_the_help_shows_that_an_option_takes_a_file() -> None:
     assert all(f"--{name} FILE" in make_parser().format_help() for name in ("junit", "sarif", "markdown"))
 
 
-@pytest.mark.parametrize("words", [[], ["--jsn", "train.py"], ["--sarif"]])
+def test_a_misspelt_option_after_the_script_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It may be an option of the script, so the script gets it."""
+    path = script(tmp_path, "import sys; from tests.audit.test_command import right; right(); print(sys.argv[1:])")
+    assert main([str(path), "--sarfi", "x", "--lr=3", "--", "--jsno"]) == 0
+    err = capsys.readouterr().err
+    assert "--sarfi is passed to the script; did you mean --sarif?" in err and "['--sarfi', 'x'" in err
+    assert "--lr=3 is" not in err and "--jsno is" not in err
+
+
+@pytest.mark.parametrize("words", [[], ["--jsn", "train.py"], ["--sarfi", "a.sarif", "train.py"], ["--sarif"]])
 def test_wrong_words_exit_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)

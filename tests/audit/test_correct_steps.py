@@ -17,7 +17,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from earnest_audit import LawBroken, Step, StepError, Verdict, audit
 from earnest_audit.laws import coverage, documents, masks, shadow
 from earnest_audit.verdict import Finding
-from tests.audit.steps import STEPS, Tiny, policy_step, sft_loss, sft_step
+from tests.audit.steps import STEPS, Tiny, grpo_loss, policy_step, sft_loss, sft_step
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -176,13 +176,17 @@ def test_an_interrupt_ends_the_audit() -> None:
         ({"options": {"mode": ("a",)}}, r"option 'mode' needs at least two different modes, got \['a'\]"),
         ({"family": "pretraining"}, r"unknown family 'pretraining'"),
         ({"batch": {}, "roles": {}}, r"the batch is empty"),
+        ({"batch": (torch.ones(2),), "roles": {}}, r"the batch is a tuple: give a dict of tensors"),
+        ({"batch": torch.ones(2), "roles": {}}, r"the batch is a Tensor: give a dict of tensors"),
+        ({"settings": {"beta": 0.1}}, r"the loss takes no setting 'beta' \(it takes: none\)"),
+        ({"loss": grpo_loss, "settings": {"clip": 0.1}}, r"the loss needs the argument 'beta': declare settings="),
     ],
 )
 def test_a_wrong_declaration_gives_one_sentence(change: dict[str, Any], sentence: str) -> None:
     step = sft_step()
     right: dict[str, Any] = {"batch": {**step.batch, "name": "x"}, "roles": step.roles}
     with pytest.raises(StepError, match=sentence) as error:
-        Step(model=step.model, loss=sft_loss, **{**right, **change})
+        Step(**{"model": step.model, "loss": sft_loss, **right, **change})
     assert "\n" not in str(error.value)
 
 

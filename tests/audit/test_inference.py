@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit, infer
-from tests.audit.steps import STEPS, Tiny, grpo_loss, logprobs, policy_batch, policy_step
+from tests.audit.steps import STEPS, Tiny, grpo_loss, logprobs, policy_batch, policy_step, sft_step
 
 
 def renamed(step: Step) -> tuple[Any, dict[str, Tensor], dict[str, str]]:
@@ -90,8 +91,41 @@ def test_the_model_and_the_batch_are_left_alone() -> None:
     assert not any(m._forward_hooks for m in step.model.modules())
 
 
+@pytest.mark.parametrize(("family", "law"), [("sft", "NLL"), ("policy gradient", "PG-ONPOLICY")])
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_flipped_sign_is_seen_without_a_function_for_log_probs(family: str, law: str, sign: int) -> None:
+    """The log-probs are read from the logits that the model computes while the loss runs."""
+    step = STEPS[family]()
+    loss, batch, _ = renamed(step)
+    verdict = audit(step.model, lambda model, changed: sign * loss(model, changed)[0], batch)
+    rows = [f for f in verdict.findings if f.law == law and "cosine" in f.measured]
+    assert [f.outcome for f in rows] == ["holds" if sign > 0 else "fails"], str(verdict)
+    assert not verdict.failures or sign < 0, str(verdict)
+
+
+def test_labels_of_minus_one_are_ignored_labels() -> None:
+    """nanochat's: they count as not supervised, and the verdict prints the guess."""
+    step = sft_step()
+    labels = step.batch["labels"]
+    batch = {**step.batch, "labels": torch.where(labels == -100, -1, labels)}
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logits = model(batch["ids"], batch["attention"])[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-1)
+
+    verdict = audit(step.model, loss, batch)
+    assert verdict.holds, str(verdict)
+    assert any("labels is labels (likely" in n and "-1 marks what is not supervised" in n for n in verdict.notes)
+    share = next(f for f in verdict.findings if f.subject == "supervised share")
+    assert share.outcome == "holds" and not share.measured.startswith("100 %"), share.measured
+
+
 def test_wrong_calls_have_a_way_out() -> None:
     step = policy_step()
+    with pytest.raises(StepError, match="'logprob' is not a declaration of a step: did you mean 'logprobs'"):
+        audit(step.model, step.loss, step.batch, logprob=logprobs)
+    with pytest.raises(StepError, match="the batch is a tuple: give a dict of tensors"):
+        audit(step.model, step.loss, (step.batch["ids"],))  # type: ignore[arg-type]
     with pytest.raises(StepError, match=r"a model alone cannot be audited: give audit\(model, loss, batch\)"):
         audit(step.model)
     with pytest.raises(StepError, match="give the loss, the batch and all declarations to Step"):

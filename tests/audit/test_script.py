@@ -230,6 +230,8 @@ def test_parameters_that_no_optimizer_has(
     assert verdict.holds == (outcome != "fails")
     if rows:
         assert ("Model.backbone.weight" if outcome == "fails" else "Linear.weight") in rows[0].meaning
+        line = 1 + STRAYS.splitlines().index("        optimizer.step()")
+        assert rows[0].place.endswith(f"train.py:{line}"), "the line that steps the optimizer"
 
 
 @pytest.mark.parametrize(

@@ -110,10 +110,24 @@ def test_what_is_neither_declared_nor_read_is_reported() -> None:
     step = sft_step()
     step.batch = {**step.batch, "position_ids": step.batch["ids"] * 0}
     (row,) = audit(step, laws=[reads.LAW]).findings
-    assert row.subject == "not read: position_ids" and row.outcome == "not applicable"
+    assert row.subject == "never read: position_ids" and row.outcome == "not declared"
+    assert "The loss never reads position_ids." in str(audit(step, laws=[reads.LAW])), "a line below the table"
     for whole in (lambda b: {**b}, dict, lambda b: b | {}, lambda b: b.copy()):
         step.loss = lambda model, batch, whole=whole: sft_loss(model, whole(batch))
         assert not audit(step, laws=[reads.LAW]).findings, "who copies the batch may read all of it"
+
+
+def test_the_sentence_on_ids_says_which_tokens_were_changed() -> None:
+    """Labels that are not shifted, without attention: the prompt does not matter, the supervised tokens do."""
+    model, batch = nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)), sft_step().batch
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    found = audit(Step(model, loss, batch, {"ids": "ids", "labels": "labels"}), laws=[inputs.LAW]).findings
+    row = next(f for f in found if f.subject == "input ids (ids)")
+    assert row.outcome == "fails" and "in the tokens without a loss that supervised ones follow" in row.measured
+    assert "labels that are not shifted" in row.meaning and "at all" not in row.meaning
 
 
 def measured(verdict: Verdict) -> dict[str, str]:

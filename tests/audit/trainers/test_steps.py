@@ -48,6 +48,15 @@ def test_padding_is_no_document_and_a_plain_row_declares_none() -> None:
     assert outcomes(verdict)[documents.PACKED] == "not declared", str(verdict)
 
 
+def test_what_is_padded_with_the_rows_is_declared() -> None:
+    """Prompts may be as wide as completions by accident; a tensor that is not known stays a guess."""
+    ids = torch.randint(3, 19, (2, 6), generator=torch.Generator().manual_seed(0))
+    inputs = {"input_ids": ids, "labels": ids.clone(), "prompt_ids": ids.clone(), "prompt_mask": torch.ones_like(ids)}
+    model = llama(0, torch.float32)
+    assert trainers_step(model, inputs).wide == ["input_ids", "labels"]
+    assert trainers_step(model, {**inputs, "mine": ids.clone()}).wide is None
+
+
 @pytest.mark.parametrize("balanced", [False, True])
 def test_a_router_that_is_balanced_couples_the_rows(balanced: bool) -> None:
     from transformers import MixtralConfig, MixtralForCausalLM
