@@ -185,7 +185,8 @@ class _Inference:
             return
         for key, up in zip(ids, sides, strict=True):
             role, way = ("chosen", "more") if up else ("rejected", "less")
-            self._add(key, role, "sure", f"a step along the negative gradient makes it {way} likely")
+            against = ", against its name: is the sign of the loss right?" if _named_otherwise(key, role) else ""
+            self._add(key, role, "sure", f"a step along the negative gradient makes it {way} likely{against}")
 
     def _raised(self, key: str) -> bool | None:
         """Whether descending the loss raises the likelihood of these tokens; None if there are no logits."""
@@ -360,6 +361,10 @@ def _listening(model: nn.Module) -> Iterator[list[float]]:
 
     with observed([m for m in model.modules() if any(p is not None for p in m._parameters.values())], listen):
         yield seen
+
+
+def _named_otherwise(key: str, role: str) -> bool:
+    return role not in key.lower() and any(side in key.lower() for side in ("chosen", "rejected"))
 
 
 def ignored_label(labels: Tensor) -> int | None:
