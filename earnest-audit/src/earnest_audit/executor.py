@@ -99,6 +99,9 @@ def checked(law: Law, probe: Probe) -> Iterator[Finding]:
         if not given(probe.step):
             yield law.not_declared(subject, what)
             return
+    if law.spare and not probe.afford(law.spare, keep=0.0):
+        yield law.not_applicable(law.name, "the budget is spent")
+        return
     try:
         with probe.perturbed() if law.perturbed else nullcontext():
             yield from law.check(probe)

@@ -39,6 +39,7 @@ class Law:
     when: Callable[[Step], bool] = always  # the steps that it is about
     asks: tuple[Ask, ...] = ()
     perturbed: bool = False  # judged away from symmetric and zero states
+    spare: float = 0.0  # step times that have to be left of the budget, where it is not always checked
 
     @cached_property
     def sections(self) -> dict[str, str]:

@@ -17,24 +17,27 @@ import torch
 from earnest_audit import edits
 from earnest_audit.law import Law
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 SUBJECT = "3 more tokens after the answers"
+ATTENTIONS = ("attention", *(f"{s}_attention" for s in edits.SIDES))
+
+
+def keys(step: Step, *roles: str) -> list[str]:
+    return [step.roles[r] for r in roles if r in step.roles]
+
+
+def declared(step: Step) -> bool:
+    masked = edits.supervised(step) is not None or all(f"{s}_mask" in step.roles for s in edits.SIDES)
+    return masked and not step.rows_interact and "documents" not in step.roles and bool(keys(step, *ATTENTIONS))
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    shown = [step.roles[r] for r in ("attention", *(f"{s}_attention" for s in edits.SIDES)) if r in step.roles]
-    texts = [step.roles[r] for r in ("ids", *edits.SIDES) if r in step.roles]
-    masked = edits.supervised(step) is not None or all(f"{s}_mask" in step.roles for s in edits.SIDES)
-    if not shown or not texts or not masked or step.rows_interact or "documents" in step.roles:
-        return
-    if not probe.afford(2, keep=0):
-        yield LAW.not_applicable(SUBJECT, "the budget is spent")
-        return
-    batch = edits.pad(step)
+    shown, texts, batch = keys(step, *ATTENTIONS), keys(step, "ids", *edits.SIDES), edits.pad(step)
     longer = [k for k in (*shown, *texts) if batch[k].shape[1] == step.batch[k].shape[1] + 3]
-    if len(longer) < len(shown) + len(texts):
+    if len(longer) < len(shown) + len(texts) or not texts:
         return
     for key in shown:
         batch[key] = torch.cat([batch[key][:, :-3], torch.ones_like(batch[key][:, -3:])], dim=1)
@@ -62,4 +65,4 @@ def check(probe: Probe) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-LAW = Law("MI-LENGTH", "row length", __doc__, check, quick=False, tier="contrib")
+LAW = Law("MI-LENGTH", "row length", __doc__, check, quick=False, tier="contrib", when=declared, spare=2)

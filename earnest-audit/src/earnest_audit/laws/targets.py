@@ -20,21 +20,22 @@ import torch
 from earnest_audit import edits
 from earnest_audit.law import Law
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
+
+
+def target(step: Step) -> str | None:
+    """The tensor or the setting that is the margin by which an answer has to win."""
+    knob = step.first("target")
+    return step.roles.get("margin", knob if knob is not None and step.knobs[knob] > 0 else None)
 
 
 def check(probe: Probe) -> Iterator[Finding]:
     """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, less so with a larger
     target, so a far larger one decides."""
-    step = probe.step
-    knob = step.first("target")
-    name = step.roles.get("margin", knob if knob is not None and step.knobs[knob] > 0 else None)
-    if name is None or step.rows_interact:
-        return
+    name = target(probe.step)
+    assert name is not None
     subject = f"a larger {name}"
-    if not probe.afford(2, keep=0):
-        yield LAW.not_applicable(subject, "the budget is spent")
-        return
     try:
         found = _norms(probe, name)
     except Exception as error:
@@ -73,6 +74,6 @@ def _norms(probe: Probe, name: str) -> tuple[float, float] | None:
 
 
 LAW = Law(
-    "PAIR-TARGET", "target margins", __doc__, check, quick=False, tier="contrib", perturbed=True,
-    when=lambda step: {"chosen", "rejected"} <= step.roles.keys(),
+    "PAIR-TARGET", "target margins", __doc__, check, quick=False, tier="contrib", perturbed=True, spare=2,
+    when=lambda step: {"chosen", "rejected"} <= step.roles.keys() and not step.rows_interact and bool(target(step)),
 )  # fmt: skip
