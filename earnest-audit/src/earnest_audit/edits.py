@@ -332,6 +332,12 @@ def fit(where: Tensor | None, values: Tensor) -> Tensor | None:
     return where
 
 
+def taken(step: Step, like: Tensor, batch: Mapping[str, Any] | None = None) -> Tensor:
+    """1 where the loss is taken, in the shape and dtype of ``like``; everywhere where no mask fits."""
+    on = fit(supervised(step, batch), like)
+    return torch.ones_like(like) if on is None else on.to(like.dtype).expand_as(like)
+
+
 def fitting(step: Step, role: str) -> Tensor | None:
     value = step.value(role)
     return None if value is None else fit(supervised(step), value)

@@ -70,8 +70,7 @@ def _judged(probe: Probe, metric: str, subject: str, moved: str, changed: tuple[
 def _negative_logprobs(probe: Probe, batch: edits.Batch) -> float:
     """-Σ log π of the supervised tokens."""
     now = probe.forward(probe.step.logprobs, batch, graph=False)
-    on = edits.fit(edits.supervised(probe.step), now)
-    return -float((now if on is None else now * on).double().sum())
+    return -float((now * edits.taken(probe.step, now)).double().sum())
 
 
 def _last(probe: Probe) -> Tensor | None:

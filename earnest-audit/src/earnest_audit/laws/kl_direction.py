@@ -61,8 +61,8 @@ def _sure(probe: Probe, teacher: Tensor) -> tuple[edits.Batch, Gradient | None]:
     far = opposite_teacher(teacher, own.detach())
     logs = own.log() if edits.probability_like(own.detach()) else own.log_softmax(-1)
     picked = logs.gather(-1, far.argmax(-1, keepdim=True))[..., 0]
-    on = edits.fit(edits.supervised(step), picked)
-    return {**step.batch, step.roles["teacher"]: far}, probe.pull(-(picked if on is None else picked * on).sum())
+    wanted = probe.pull(-(picked * edits.taken(step, picked)).sum())
+    return {**step.batch, step.roles["teacher"]: far}, wanted
 
 
 LAW = Law(

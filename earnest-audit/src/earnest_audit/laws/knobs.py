@@ -193,8 +193,7 @@ def _ratios(probe: Probe, base: edits.Batch, value: Any, odd: int, rows: bool = 
     step = probe.step
     total = math.log1p(1.25 * value) if isinstance(value, float) and 0 < value < 1 else 0.25
     now = probe.now()
-    on = edits.fit(edits.supervised(step, base), now)
-    count = (torch.ones_like(now) if on is None else on.to(now.dtype)).reshape(len(now), -1).sum(-1).clamp(min=1)
+    count = edits.taken(step, now, base).reshape(len(now), -1).sum(-1).clamp(min=1)
     turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
     moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
     keys = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]

@@ -165,8 +165,7 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     batch = probe.off_policy()
     now = probe.now().double()
-    on = edits.fit(edits.supervised(step, batch), now)
-    mask = torch.ones_like(now) if on is None else on.double()
+    mask = edits.taken(step, now, batch)
     forms: dict[str, list[Tensor]] = {"kl": [], "ratio": [], "clip": []}
     for role in (r for r in SAMPLERS if r in step.roles):
         gap = now - batch[step.roles[role]].double().reshape(now.shape)

@@ -183,7 +183,7 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
         return
     total = float((a * slope).double().sum())
     linear = abs(total - here.loss) <= NEAR * float((a * slope).double().abs().sum())
-    mask = _mask(probe, batch, now)
+    mask = edits.taken(step, now, batch)
     own = token_weights(here.inputs)
     own = own.reshape(now.shape).to(now.dtype) if own is not None and own.numel() == now.numel() else None
     even = _weights(now, slope, a, mask, mask)
@@ -207,11 +207,6 @@ def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Findin
         f"up to {room:.1g}, factor above 0", off <= room and factor > 0,
         f"{MEANING} {_disagreement(own, even, mask)}{bent}",
     )  # fmt: skip
-
-
-def _mask(probe: Probe, batch: edits.Batch, now: Tensor) -> Tensor:
-    on = edits.fit(edits.supervised(probe.step, batch), now)
-    return torch.ones_like(now) if on is None else on.to(now.dtype)
 
 
 def _weights(
@@ -272,7 +267,7 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
     """Along -∇L the sum of A·lp over supervised tokens must rise; no other law detects this sign."""
     a: Tensor = batch[probe.step.roles["advantages"]]
     a = a - a.mean() if centred else a
-    up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * _mask(probe, batch, now) * now).sum())
+    up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * edits.taken(probe.step, now, batch) * now).sum())
     cosine = -policy(probe).gradient.cosine(up)
     return probe.descends(RAISES, f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)
 
@@ -288,7 +283,7 @@ def _raises_by_logits(probe: Probe) -> Iterator[Finding]:
         a = a[:, 1:]
     if a.shape[1] not in (1, found.rises.shape[1]):
         return
-    wanted = a * _mask(probe, dict(probe.step.batch), found.rises)
+    wanted = a * edits.taken(probe.step, found.rises)
     length = float(wanted.norm() * found.rises.norm())
     cosine = float((wanted * found.rises).sum()) / length if length > 0 else 0.0
     yield probe.descends(RAISES, f"cosine {cosine:+.2f} between -∂L/∂lp and A, by token", cosine, REVERSED, AWAY)

@@ -160,8 +160,7 @@ def exponent(once: Gradient, there: Gradient, rho: float) -> tuple[float, float,
 def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
     """Whether k may be a row's number of supervised tokens. Rows of unequal length then have unequal powers, and are
     not scaled as one."""
-    on = edits.fit(edits.supervised(probe.step), probe.now())
-    counts = set((torch.ones_like(probe.now()) if on is None else on).flatten(1).sum(-1).long().tolist()) - {0, 1}
+    counts = set(edits.taken(probe.step, probe.now()).flatten(1).sum(-1).long().tolist()) - {0, 1}
     if not counts or (len(counts) > 1 and rest <= 4 * probe.tolerance):
         return False
     return min(counts) - SLACK - error <= k <= max(counts) + SLACK + error

@@ -132,8 +132,7 @@ def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
     """The row of the least reward that has supervised tokens, and ∇Σlp of it and of all others."""
     step, batch = probe.step, on_policy(probe)
     now = probe.forward(step.logprobs, batch)
-    on = edits.fit(edits.supervised(step, batch), now)
-    mask = torch.ones_like(now) if on is None else on.to(now.dtype)
+    mask = edits.taken(step, now, batch)
     totals = _totals(probe, batch[step.roles["rewards"]]).float()
     row = int(torch.where(mask.flatten(1).any(-1), totals, torch.full_like(totals, torch.inf)).argmin())
     mine = torch.zeros_like(mask)
@@ -143,9 +142,8 @@ def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
 
 def _totals(probe: Probe, rewards: Tensor) -> Tensor:
     """One number per row: what it was given where its loss is taken."""
-    on = edits.fit(edits.supervised(probe.step), rewards)
     rewards = rewards if rewards.is_floating_point() else rewards.long()
-    return rewards if rewards.ndim == 1 else (rewards if on is None else rewards * on).sum(-1)
+    return rewards if rewards.ndim == 1 else (rewards * edits.taken(probe.step, rewards)).sum(-1)
 
 
 def _last(probe: Probe, rewards: Tensor) -> Tensor:
