@@ -6,7 +6,7 @@ Needs: SFT with labels or a mask; logprobs=fn(model, batch), or ids and a model 
 How: With logprobs, all labels but one are masked, and the loss's gradient is compared with that of the label's
 log-prob. Without, both are differentiated by the label's logits, which the model computes while the loss runs.
 Exceptions: Regularisers and other mask conventions rotate the gradient a little; only a gradient that points away is a
-failure. Unlikelihood training is not SFT.
+failure. Labels of a weight below 0 are left out; unlikelihood training without weights is not SFT.
 Detects: a flipped sign of the loss, a DFT weight that is not detached
 """
 
@@ -41,13 +41,16 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     now = probe.forward(step.logprobs) if found is None else found.logprobs
     on = edits.fit(edits.supervised(step), now)
+    if on is not None and (weights := step.value("weights")) is not None:
+        raised = (weights > 0).reshape(len(weights), -1)[:, -now.shape[1] :]
+        on = on & raised if raised.shape[1] in (1, now.shape[1]) else None
     if on is None or on.shape != now.shape or not bool(on.any()):
         yield LAW.not_applicable(SUBJECT, "log-probs do not fit the labels")
         return
     lowest = torch.where(on, now.detach(), torch.full_like(now, torch.inf)).argmin()
     row, column = divmod(int(lowest), now.shape[1])
     cosine = _alone(probe, now, row, column) if found is None else float(found.cosines[row, column])
-    if cosine is None or not math.isfinite(cosine):
+    if not cosine or not math.isfinite(cosine):
         yield LAW.not_applicable(SUBJECT, "alone it has a zero gradient: see CV")
         return
     lp, where = float(now[row, column].detach()), "alone" if found is None else "in its logits"
