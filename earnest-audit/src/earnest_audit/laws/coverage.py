@@ -219,15 +219,10 @@ def _matters(probe: Probe, role: str, only: Tensor, removed: bool) -> bool:
         if base is None:
             continue
         origin = probe.gradient(base)
-        changes = _removed(probe, dict(base), only) if removed else _changes(probe, dict(base), role, only)
+        changes = _changes(probe, dict(base), role, only, removed)
         if any(probe.differs(origin, probe.gradient(changed)) for changed in changes):
             return True
     return False
-
-
-def _removed(probe: Probe, base: edits.Batch, only: Tensor) -> Iterator[edits.Batch]:
-    key = probe.step.roles["labels"]
-    yield {**base, key: torch.where(only, probe.step.ignore_index, base[key])}
 
 
 def _answers(probe: Probe) -> Finding:
@@ -275,7 +270,7 @@ def _fit(step: Step, role: str, on: Tensor) -> Tensor | None:
     return None if value is None else edits.fit(on, value)
 
 
-def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterator[edits.Batch]:
+def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor, removed: bool) -> Iterator[edits.Batch]:
     """Other values for one token, of which at least one must change the gradient. A clipped token has a zero gradient
     under its own advantage and not under the opposite one; a ratio just outside its clip comes back from one side."""
     step, key = probe.step, probe.step.roles[role]
@@ -283,12 +278,12 @@ def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor) -> Iterat
     where = only
     while where.ndim < old.ndim:
         where = where[..., None]
-    if role == "labels":
+    if removed or role == "mask":
+        yield {**base, key: torch.where(only, step.ignore_index if removed else 0, old)}
+    elif role == "labels":
         other = old[old >= 0]
         fresh = other[other != old[only][0]]
         yield {**base, key: torch.where(only, fresh[0] if len(fresh) else old[only][0] + 1, old)}
-    elif role == "mask":
-        yield {**base, key: torch.where(only, 0, old)}
     elif role == "advantages":
         for new in (torch.where(old == 0, torch.ones_like(old), -old), old + 1):
             yield {**base, key: torch.where(where, new, old)}

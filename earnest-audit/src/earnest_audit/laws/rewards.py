@@ -39,9 +39,6 @@ def check(probe: Probe) -> Iterator[Finding]:
     if rewards.ndim not in (1, 2) or len(rewards) < 2:
         yield LAW.not_applicable("rewards", "neither one per row nor one per token, or of one row")
         return
-    if step.logprobs is None:
-        yield LAW.not_declared(BETTER, "logprobs=lambda model, batch: …")
-        return
     row, scores = _scores(probe)
     yield _better(probe, row, scores)
     if "reference" in step.roles:
@@ -175,4 +172,5 @@ def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
 LAW = Law(
     "PG-REWARD", "rewards", __doc__, check, quick=False, tier="contrib", perturbed=True,
     when=lambda step: step.kind == "policy gradient" and "rewards" in step.roles,
+    asks=((BETTER, "logprobs=lambda model, batch: …", lambda step: step.logprobs is not None),),
 )  # fmt: skip
