@@ -186,7 +186,7 @@ def test_a_wrong_declaration_gives_one_sentence(change: dict[str, Any], sentence
     step = sft_step()
     right: dict[str, Any] = {"batch": {**step.batch, "name": "x"}, "roles": step.roles}
     with pytest.raises(StepError, match=sentence) as error:
-        Step(**{"model": step.model, "loss": sft_loss, **right, **change})
+        audit(Step(**{"model": step.model, "loss": sft_loss, **right, **change}))
     assert "\n" not in str(error.value)
 
 

@@ -150,6 +150,7 @@ class Probe(States):
     @contextmanager
     def open(self) -> Iterator[Probe]:
         """The whole audit runs inside; on the way out everything is restored."""
+        self.step.check_call()
         own_update = self.step.update is not None
         with (
             restored(self.step.model, self.step.optimizer, own_update=own_update),

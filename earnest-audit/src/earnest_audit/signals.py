@@ -13,7 +13,7 @@ from earnest_audit.errors import nearest
 from earnest_audit.law import not_declared
 from earnest_audit.limits import ENOUGH
 from earnest_audit.step import StepError
-from earnest_audit.verdict import Finding, judged
+from earnest_audit.verdict import Finding, LawOutcome, judged
 
 KNOWN = ("mask", "attention", "advantages", "group", "logprobs", "behaviour", "stale", "truncated", "ends")
 GAP = 0.1  # mean |log ratio| of an unchanged policy; engines in 16 bits differ by 0.01 to 0.05
@@ -151,5 +151,5 @@ class Signals:
         limits = [text for wrong, text in ((empty, "above 0 %"), (full, "below 100 %")) if wrong]
         measured, expected = f"{part / whole:.0%} in {looks} looks", ", ".join(limits)
         wrong = (empty and part == 0) or (full and part == whole)
-        outcome = "not applicable" if wrong and looks < ENOUGH else not wrong
+        outcome: LawOutcome | bool = "not applicable" if wrong and looks < ENOUGH else not wrong
         return judged(law, subject, measured, expected, outcome, meaning)

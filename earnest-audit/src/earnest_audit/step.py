@@ -217,7 +217,6 @@ class Step:
             raise StepError(f"unknown reduction {self.reduction!r}: {nearest(self.reduction, get_args(Reduction))}")
         if not self.trainable():
             raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
-        self._check_call()
 
     def _expand(self) -> None:
         """Facts about settings and metrics, into the fields that the laws read. What stands there already stays."""
@@ -243,8 +242,8 @@ class Step:
             inert = [n for n, s in given.items() if s.kind == "inert" and n not in self.inert]
             self.inert = (*self.inert, *inert)
 
-    def _check_call(self) -> None:
-        """The loss takes a model, a batch, and every setting by its name."""
+    def check_call(self) -> None:
+        """Raise unless the loss takes a model, a batch, and every setting by its name."""
         try:
             taken = list(inspect.signature(self.loss).parameters.values())
         except (TypeError, ValueError):

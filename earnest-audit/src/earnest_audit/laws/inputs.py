@@ -84,8 +84,8 @@ def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Chan
     if (other := _other_positions(probe, base)) is not None:
         yield "positions", _one(probe, base, other)
     for role in CONTEXT:
-        if (other := _other_context(probe, base, role)) is not None:
-            yield role, _one(probe, base, *other)
+        if (changed := _other_context(probe, base, role)) is not None:
+            yield role, _one(probe, base, *changed)
 
 
 def _one(probe: Probe, base: edits.Batch, edited: edits.Batch, how: str = "") -> Iterator[Change]:

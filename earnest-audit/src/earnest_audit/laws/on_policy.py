@@ -51,6 +51,7 @@ step of another form is accused. A step that whitens its advantages declares row
 Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283
 """
 REINFORCE, LINEAR = "on-policy gradient = REINFORCE", "linear in the advantages, on-policy"
+OTHERS = {"reference", "reference_distribution", "teacher", "returns"}  # roles that other terms read
 RAISES = "descending the loss raises Σ A·lp"
 REVERSED = (
     "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with other "
@@ -116,7 +117,8 @@ def _own_advantages(probe: Probe) -> Iterator[Finding]:
 def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     """``affine``: what remains at A = 0 is another term; the policy gradient is correct by itself."""
     step, share = probe.step, left / max(usual, 1e-300)
-    settings = bool(set(step.knobs) - set(step.terms_off) - set(step.clips)) and not step.terms
+    known = set(step.knobs) - set(step.terms_off) - set(step.clips) or OTHERS & step.roles.keys()
+    settings = bool(known) and not step.terms
     outcome: LawOutcome = "holds" if share <= probe.tolerance else "fails"
     meaning = (
         "With all advantages 0 the policy gradient must vanish; something else is in the loss, or advantages are not "
