@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from earnest_audit import StepError, Together, WatchWarning, watch
-from earnest_audit.watcher import STILL, Watch
+from earnest_audit.limits import MANY
+from earnest_audit.watcher import Watch
 from tests.audit.steps import Tiny, logprobs, policy_batch
 
 LOOPS = 24
@@ -199,31 +200,31 @@ LATE = {
 def test_what_dies_later_is_reported_once_when_it_is_sure(fault: str, split: bool) -> None:
     subject, sentence = LATE[fault]
     with pytest.warns(WatchWarning, match=sentence) as seen:
-        w = long_loop(6 + STILL + 4, lambda n: n >= 6, fault, split=split)
+        w = long_loop(6 + MANY + 4, lambda n: n >= 6, fault, split=split)
     assert len([x for x in seen if issubclass(x.category, WatchWarning)]) == 1
     assert subject in [f.subject for f in w.verdict().failures], str(w.verdict())
 
 
 @pytest.mark.parametrize("fault", LATE)
 def test_a_short_time_without_a_gradient_is_not_reported(fault: str) -> None:
-    """An expert that idles, a plateau: shorter than STILL it is not said at all."""
+    """An expert that idles, a plateau: shorter than MANY it is not said at all."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", WatchWarning)
-        verdict = long_loop(6 + STILL + 4, lambda n: 6 <= n < 5 + STILL, fault).verdict()
+        verdict = long_loop(6 + MANY + 4, lambda n: 6 <= n < 5 + MANY, fault).verdict()
     assert verdict.holds, str(verdict)
 
 
 @pytest.mark.parametrize("fault", LATE)
 def test_a_gradient_that_returns_holds_at_the_end(fault: str) -> None:
     with pytest.warns(WatchWarning, match=LATE[fault][1]):
-        verdict = long_loop(6 + STILL + 4, lambda n: 6 <= n < 8 + STILL, fault).verdict()
+        verdict = long_loop(6 + MANY + 4, lambda n: 6 <= n < 8 + MANY, fault).verdict()
     assert verdict.holds, str(verdict)
 
 
 def test_a_parameter_that_may_idle_is_not_reported() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", WatchWarning)
-        assert long_loop(6 + STILL, lambda n: n >= 3, "detached", may_idle=("embed.*",)).verdict().holds
+        assert long_loop(6 + MANY, lambda n: n >= 3, "detached", may_idle=("embed.*",)).verdict().holds
 
 
 def test_the_run_is_bit_equal_with_and_without() -> None:

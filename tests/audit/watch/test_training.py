@@ -14,8 +14,8 @@ from accelerate.state import GradientState
 from torch import nn
 
 from earnest_audit import Verdict, WatchWarning, watch
-from earnest_audit.activity import ENOUGH, MANY
-from earnest_audit.watcher import STILL, Watch
+from earnest_audit.limits import ENOUGH, MANY
+from earnest_audit.watcher import Watch
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
 BATCH = sft_step().batch
@@ -392,7 +392,7 @@ def test_an_evaluation_that_is_never_undone_is_seen(at: int) -> None:
     found = row(moded(model, lambda n: model.eval() if n == at else None), "training mode")
     assert found.outcome == "fails" and found.measured.startswith(f"off in the last {12 - at} updates, on in {at} ")
     with pytest.raises(WatchWarning, match=r"nobody called model\.train"):
-        moded(model.train(), lambda n: model.eval() if n == at else None, STILL + at + 1)
+        moded(model.train(), lambda n: model.eval() if n == at else None, MANY + at + 1)
 
 
 def test_right_loops_keep_their_mode() -> None:
