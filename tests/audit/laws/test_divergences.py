@@ -70,7 +70,7 @@ def test_a_likelihood_that_is_mixed_in_must_be_declared(hot: bool, dtype: torch.
     found = audit(step_of(loss, **settings), laws=[identical.LAW]).findings
     (row,) = [f for f in found if f.subject == IDENTICAL]
     assert row.outcome == ("fails" if hot else "not declared"), row
-    assert hot or 'pure={"alpha": 1.0}' in row.meaning
+    assert hot or '"alpha": Setting(0.5, pure=1.0)' in row.meaning
     assert judged(step_of(loss, **settings, pure={"alpha": 1.0}))[IDENTICAL] == ("fails" if hot else "holds")
 
 
