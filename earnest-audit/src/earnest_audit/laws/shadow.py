@@ -280,4 +280,4 @@ def _scaled(tensor: Tensor | None, factor: float) -> Iterator[None]:
         yield
 
 
-LAW = Law("F64", "float64 shadow", __doc__, check, quick=False)
+LAW = Law("F64", "float64 shadow", __doc__, check, quick=False, spare=2)
