@@ -4,10 +4,11 @@
     python benchmarks/plan.py --show           prints what is recorded
     python benchmarks/plan.py --paper          larger models on GPUs, predicted only (about a minute)
 
-Every case runs in a process of its own: a training step (the second one, so the optimizer has its state) and sampling.
-``measured`` is what torch's allocator held at the highest point (torch.profiler), with the weights, the adapter and
-the optimizer's state; ``process`` is how far the resident memory of the process rose above its value before the model
-existed, which includes the memory of libraries and what the allocator does not give back.
+Every case runs in a process of its own, or in two that share the base (then the numbers are rank 0's): a training step
+(the second one, so the optimizer has its state) and sampling. ``measured`` is what torch's allocator held at the
+highest point (torch.profiler), with the weights, the adapter and the optimizer's state; ``process`` is how far the
+resident memory of the process rose above its value before the model existed, which includes the memory of libraries and
+what the allocator does not give back.
 """
 
 from __future__ import annotations
@@ -44,7 +45,11 @@ CASES: dict[str, tuple[str | dict[str, Any], int, list[str]]] = {
     "nano, padded": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "engine.pack=false"]),
     "nano, checkpointed": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "engine.checkpoint_activations=true"]),
     "nano, full": ("nano", 96, ["adapter={kind: full}", "sampling.max_new_tokens=64"]),
+    "nano, nf4": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "dtype=nf4"]),
+    "nano, LoRA, 2 ranks": ("nano", 96, [LORA, "sampling.max_new_tokens=64", "engine.shard=2"]),
+    "nano, full, 2 ranks": ("nano", 96, ["adapter={kind: full}", "sampling.max_new_tokens=64", "engine.shard=2"]),
     "smollm2, LoRA": ("smollm2", 80, [LORA, "sampling.max_new_tokens=32", "micro_tokens=640"]),
+    "smollm2, nf4": ("smollm2", 80, [LORA, "sampling.max_new_tokens=32", "micro_tokens=640", "dtype=nf4"]),
     "smollm2, checkpointed": (
         "smollm2",
         80,
@@ -120,6 +125,7 @@ def _case(name: str, folder: Path) -> dict[str, Any]:
 
     import earnest as en
     from earnest.adapters.attach import attach
+    from earnest.engines.mesh import Mesh
     from earnest.models.loading import load, load_config
     from earnest.models.policy import Policy
     from earnest.models.sampling import SampleSpec
@@ -127,7 +133,8 @@ def _case(name: str, folder: Path) -> dict[str, Any]:
 
     torch.set_num_threads(1)
     tokens, config = CASES[name][1], config_of(name, folder)
-    found = plan(config, Device("cpu", 24 * 10**9), tokens=tokens)
+    mesh = Mesh.start(config.engine.shard)
+    found = plan(config, Device("cpu", 24 * 10**9, mesh.size), tokens=tokens)
     work = found.work
     before = resident("VmRSS")
     if isinstance(CASES[name][0], dict):
@@ -146,6 +153,7 @@ def _case(name: str, folder: Path) -> dict[str, Any]:
         micro_tokens=config.micro_tokens,
         pack=config.engine.pack,
         checkpoint_activations=config.engine.checkpoint_activations,
+        mesh=mesh,
     )
     size = policy.head.weight.shape[0]
     batch = work.batch(work.groups, size).with_signals(
@@ -177,7 +185,8 @@ def _case(name: str, folder: Path) -> dict[str, Any]:
 
 
 def _bytes(tensor: Any) -> int:
-    return int(tensor.numel() * tensor.element_size())
+    own = getattr(tensor, "_local_tensor", tensor)  # this rank's part
+    return int(own.numel() * own.element_size())
 
 
 def allocated(run: Any) -> int:
@@ -249,17 +258,21 @@ def main() -> None:
         paper()
         return
     if given.case:
-        print(json.dumps(case(given.case)))
+        found = case(given.case)
+        if os.environ.get("RANK", "0") == "0":
+            print(json.dumps(found))
         return
     known = json.loads(given.out.read_text())["cases"] if given.out.is_file() else {}
     for name in () if given.show else (n for n in CASES if given.only in n):
-        command = [sys.executable, __file__, "--case", name]
+        ranks = next((int(word.partition("=")[2]) for word in CASES[name][2] if word.startswith("engine.shard")), 1)
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+        command = [sys.executable, *torchrun, __file__, "--case", name]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=os.environ)
-        known[name] = json.loads(done.stdout.splitlines()[-1]) | {"load": os.getloadavg()[0]}
+        line = next(x for x in done.stdout.splitlines() if x.startswith("{"))
+        known[name] = json.loads(line) | {"load": os.getloadavg()[0]}
         given.out.write_text(json.dumps({"cases": known}, indent=1) + "\n")
-    found = [known[name] for name in CASES if name in known]
     print("| case | moment | rows × tokens | predicted | measured | off | process |\n|---|---|---|---|---|---|---|")
-    for one in found:
+    for one in (known[name] for name in CASES if name in known):
         print(row(one, "train"), row(one, "sample"), sep="\n")
 
 

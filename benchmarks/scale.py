@@ -1,11 +1,13 @@
 """A training step in 1 process and in 2 that share one base: seconds, bytes held, bytes sent.
 
     python benchmarks/scale.py [--model smollm2] [--steps 3] [--out benchmarks/results/scale.json]
+    python benchmarks/scale.py --show          prints what is recorded
 
 LoRA r = 8 on all linear layers, 4 prompts × 4 completions, 48 + 32 tokens, padded. ``2 ranks`` are started by torchrun
 (gloo on CPUs, nccl on GPUs) with engine.shard=2; each computes half of the rows. ``held`` are the bytes of parameters
-that a rank holds between steps, ``sent`` the bytes that it receives per step on paper. On a machine with fewer cores
-than ranks × threads the ranks share them, and the time has little meaning; the JSON has the load.
+that a rank holds between steps, ``sent`` the bytes that it receives per step on paper. ``cost of sharding`` is ranks ×
+seconds, compared with 1 rank: 0 % would mean that 2 ranks need half the time. Each rank has one thread on a CPU; on a
+machine with fewer cores than ranks the time has little meaning. The JSON has the load.
 """
 
 from __future__ import annotations
@@ -69,10 +71,12 @@ def start(model: str, steps: int, ranks: int) -> dict[str, Any]:
 
 
 def table(found: list[dict[str, Any]]) -> str:
-    lines = ["| ranks | seconds per step | parameters held | received per step | loss |", "|---|---|---|---|---|"]
+    head = "| ranks | seconds per step | cost of sharding | parameters held | received per step | loss |"
+    lines = [head, "|---|---|---|---|---|---|"]
     for one in found:
         held, sent = (f"{one[key] / 1e6:,.1f} MB" for key in ("held", "sent"))
-        lines.append(f"| {one['ranks']} | {one['seconds']:.2f} | {held} | {sent} | {one['loss']:.6f} |")
+        cost = one["ranks"] * one["seconds"] / found[0]["seconds"] - 1
+        lines.append(f"| {one['ranks']} | {one['seconds']:.2f} | {cost:+.0%} | {held} | {sent} | {one['loss']:.6f} |")
     return "\n".join(lines)
 
 
@@ -82,7 +86,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=RESULTS / "scale.json")
+    parser.add_argument("--show", action="store_true", help="print what is recorded, and measure nothing")
     given = parser.parse_args()
+    if given.show:
+        print(table(json.loads(given.out.read_text())["runs"]))
+        return
     if given.worker:
         found = measure(given.model, given.steps, given.worker)
         if os.environ.get("RANK", "0") == "0":

@@ -172,7 +172,8 @@ def worker(
     from earnest.diloco.worker import work
 
     number = work(run_url, replica, folder, Console())
-    print(f"replica {number}: the run is over")
+    if number is not None:
+        print(f"replica {number}: the run is over")
 
 
 @app.command()

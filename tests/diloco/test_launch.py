@@ -489,6 +489,10 @@ def test_each_replica_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPat
         assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in shown] == ["4", "6", "4"]
         assert all("CUDA_VISIBLE_DEVICES" not in one["env"] for one in get_executor(on).dry_run(Job("file:///x", 3)))
     assert all(one["actor"]["num_gpus"] == 1 for one in get_executor("ray").dry_run(job))
+    pairs = replace(job, replicas=2, ranks=2)  # a GPU for each rank
+    shown = get_executor("local").dry_run(pairs)
+    assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in shown] == ["4,6", "4,6"]
+    assert all(one["actor"]["num_gpus"] == 2 for one in get_executor("ray").dry_run(pairs))
     assert all("num_gpus" not in one["actor"] for one in get_executor("ray").dry_run(Job("file:///x", 3)))
     assert [wants_gpu(device) for device in ("cuda", "auto", "cuda:3", "cpu")] == [True, None, False, False]
 

@@ -21,6 +21,7 @@ import pytest
 import torch
 
 import earnest as en
+from earnest.adapters import split
 from earnest.adapters.cases import SUBJECTS
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.linalg import gathered
@@ -40,7 +41,7 @@ from earnest.engines import mesh as meshes
 from earnest.engines.mesh import Mesh
 from earnest.engines.sharding import held_bytes
 from earnest.engines.trained import Trained
-from earnest.errors import EarnestError, ObjectiveError, SignalError
+from earnest.errors import ConfigError, EarnestError, ObjectiveError, SignalError
 from earnest.guards import Directions, Erase, Route
 from earnest.models.sampling import SampleSpec
 from earnest.objectives import GRPO
@@ -232,15 +233,17 @@ def a_sharded_checkpoint_continues_on_another_number_of_ranks() -> None:
     assert moments.shape == sharded.parameters[0].shape
 
 
+def directions(adapter: en.Adapter) -> Directions:
+    g = torch.Generator().manual_seed(5)
+    basis = {}
+    for name, p in adapter.named_parameters().items():
+        count = min(2, p.numel())
+        basis[name] = torch.linalg.qr(torch.randn(p.numel(), count, generator=g).double())[0].T.contiguous()
+    return Directions(basis, {name: torch.ones(len(b), dtype=torch.float64) for name, b in basis.items()})
+
+
 @check
 def guards_and_averages_do_the_same() -> None:
-    def directions(adapter: en.Adapter) -> Directions:
-        g = torch.Generator().manual_seed(5)
-        basis = {}
-        for name, p in adapter.named_parameters().items():
-            basis[name] = torch.linalg.qr(torch.randn(p.numel(), 2, generator=g).double())[0].T.contiguous()
-        return Directions(basis, {name: torch.ones(2, dtype=torch.float64) for name in basis})
-
     frozen = en.LoRA(rank=3, freeze_a=True)
     for kind in (Erase, Route):
         sharded, alone, batch = pair(frozen, guard=lambda a, k=kind: k(directions(a)), outer=EMATeacher)
@@ -380,6 +383,127 @@ SLOW["prove_finds_planted_mistakes_in_full_parameter_training"] = (
 )
 
 
+def every_adapter_with_a_guard() -> None:
+    """Slow: every guard on every adapter that guards accept."""
+    tested = set()
+    for name, (kind, settings) in sorted(SUBJECTS.items()):
+        variant = VARIANTS[kind](**settings)
+        if not variant.linear() or kind == "full":
+            continue
+        for guard in (Erase, Route):
+            try:
+                sharded, alone, batch = pair(variant, guard=lambda a, g=guard: g(directions(a)))
+            except AdapterError:
+                continue
+            for _ in range(3):
+                ours, theirs = (e.step(batch, GRPO()) for e in (sharded, alone))
+                equal(dict(ours.update.guard), dict(theirs.update.guard), 1e-3, f"{name} guard")
+            equal(sharded.adapter.state_dict(), alone.adapter.state_dict(), 1e-3, name)
+            tested.add((kind, guard))
+    assert {kind for kind, _ in tested} >= {"lora", "vera", "ia3", "antipasto"}, tested
+
+
+SLOW["every_adapter_with_a_guard"] = every_adapter_with_a_guard
+
+# --- layers that ranks share (engine.tensor) --------------------------------------------------------------------------
+
+TENSOR: dict[str, Callable[[], None]] = {}
+TENSOR_FEW = (
+    "adapters_of_factors_have_the_gradient_of_one_process_and_others_are_refused",
+    "a_rank_holds_its_part_of_every_layer",
+    "a_rank_without_rows_and_uneven_micro_batches",
+    "prove_finds_planted_mistakes_in_split_layers",
+)
+"""The checks of split layers that run with those of shards, in the same processes."""
+
+
+def tensor_check(function: Callable[[], None]) -> Callable[[], None]:
+    TENSOR[function.__name__] = function
+    return function
+
+
+ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+@tensor_check
+def adapters_of_factors_have_the_gradient_of_one_process_and_others_are_refused() -> None:
+    tested, refused = set(), set()
+    for name, (kind, settings) in sorted(SUBJECTS.items()):
+        variant = VARIANTS[kind](**settings)
+        try:
+            alone = engine(None, variant, targets=ALL)
+        except AdapterError:  # a rank above this model's, or one that is calibrated on data
+            continue
+        try:
+            sharded = engine(MESH, variant, targets=ALL)
+        except (ConfigError, AdapterError) as error:
+            refused.add((kind, "set engine.tensor=1" in str(error)))
+            continue
+        batch = every_signal(alone)
+        equal(sharded.gradients(batch, GRPO()), alone.gradients(batch, GRPO()), 1e-4, name)
+        assert "split over" in sharded.step(batch, GRPO()).layout
+        tested.add(kind)
+    assert tested >= {"lora", "pissa", "vera", "delora", "antipasto"}, tested
+    assert refused >= {(k, True) for k in ("full", "dora", "ia3", "oft", "road", "hra")}, refused
+    assert not tested & {kind for kind, _ in refused} and all(well for _, well in refused), refused
+
+
+@tensor_check
+def a_rank_holds_its_part_of_every_layer() -> None:
+    sharded, alone, batch = pair()
+    for act in (lambda: None, lambda: sharded.step(batch, GRPO())):
+        act()
+        held = [sum(held_bytes(b) for b in sharding.blocks_of(e.policy.body)) for e in (sharded, alone)]
+        own = sum(p.numel() * p.element_size() for p in alone.parameters)
+        norms = sum(p.numel() * 8 for n, p in alone.policy.body.layers.named_parameters() if "norm" in n)  # type: ignore[operator, union-attr]
+        share = (held[0] - own) / (held[1] - own - norms)
+        assert share <= 1 / (MESH.shard * MESH.tensor) + norms / held[1] + 0.02, share
+
+
+@tensor_check
+def an_averaged_teacher_scores_as_in_one_process() -> None:
+    sharded, alone, batch = pair(outer=EMATeacher, targets=ALL)
+    found = []
+    for e in (sharded, alone):
+        e.step(batch, GRPO())
+        found.append(e.outer.teach(e, batch, batch)[0])  # type: ignore[union-attr]
+    equal(vars(found[0]), vars(found[1]), 1e-4, "averaged policy")
+
+
+@tensor_check
+def prove_finds_planted_mistakes_in_split_layers() -> None:
+    original = Mesh.sum_gradients
+
+    def mean(self: Mesh, parameters: Any) -> None:
+        original(self, parameters)
+        for p in parameters:
+            p.grad = None if p.grad is None else p.grad / self.tensor
+
+    def first_part(self: Any, weight: torch.Tensor) -> torch.Tensor:
+        """Every rank computes with the first part of the factors."""
+        dim = 0 if self.cut == "columns" else 1
+        return weight.narrow(dim, 0, weight.shape[dim] // self.team.count)
+
+    def unsummed(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0], None
+
+    def twice(ctx: Any, *gradients: Any) -> Any:
+        return MESH.tensor * gradients[0], None
+
+    same = mock.patch.object(Mesh, "require_same", return_value=None)
+    for change in (
+        mock.patch.object(Mesh, "sum_gradients", return_value=None),
+        mock.patch.object(Mesh, "sum_gradients", mean),
+        mock.patch.object(split.Split, "part", first_part),
+        mock.patch.object(split._SummedGradient, "backward", staticmethod(unsummed)),
+        mock.patch.object(split._Sum, "backward", staticmethod(twice)),
+        mock.patch.object(split._Sum, "forward", staticmethod(lambda ctx, y, team: y.clone())),
+    ):
+        sharded, _, batch = pair()
+        with same, change:
+            assert "SH the gradient of the ranks" in (found := failing(sharded, batch, quick=True)), (change, found)
+
+
 @check
 def ranks_that_differ_are_found() -> None:
     sharded, _, batch = pair()
@@ -390,16 +514,36 @@ def ranks_that_differ_are_found() -> None:
         sharded.step(batch, GRPO())
 
 
+for shared in (
+    "every_term_has_the_gradient_of_one_process",
+    "a_step_reports_what_one_process_reports_and_50_steps_stay_together",
+    "guards_and_averages_do_the_same",
+    "scores_and_samples_are_those_of_one_process",
+    "a_rank_without_rows_and_uneven_micro_batches",
+    "a_checkpoint_continues_on_another_number_of_ranks",
+    "prove_holds_on_the_mesh",
+    "ranks_that_differ_are_found",
+):
+    TENSOR[shared] = CHECKS[shared]
+
+
 def main(out: Path, wanted: list[str]) -> None:
     global MESH
     torch.set_num_threads(1)
     meshes.PATIENCE = timedelta(seconds=60)
-    copies = int(os.environ.get("REPLICATE", "1"))
-    MESH = Mesh.start(shard=int(os.environ["WORLD_SIZE"]) // copies, replicate=copies)
-    results = {}
-    for name, function in (CHECKS | SLOW).items():
-        if name not in (wanted or CHECKS):
-            continue
+    copies, tensor = (int(os.environ.get(name, "1")) for name in ("REPLICATE", "TENSOR"))
+    shard = int(os.environ["WORLD_SIZE"]) // (copies * tensor)
+    MESH = Mesh.start(shard=shard, replicate=copies, tensor=tensor)
+    results: dict[str, str] = {}
+    _run(out, results, {n: f for n, f in (CHECKS | SLOW | TENSOR).items() if n in (wanted or CHECKS)})
+    if not wanted and MESH.size == 2 and set(results.values()) == {"holds"}:
+        MESH = Mesh.start(tensor=2)  # the same two processes as a team
+        _run(out, results, {f"split layers: {n}": TENSOR[n] for n in TENSOR_FEW})
+    torch.distributed.destroy_process_group()
+
+
+def _run(out: Path, results: dict[str, str], checks: dict[str, Callable[[], None]]) -> None:
+    for name, function in checks.items():
         try:
             function()
             results[name] = "holds"
@@ -408,7 +552,6 @@ def main(out: Path, wanted: list[str]) -> None:
         (out / f"rank-{MESH.rank}.json").write_text(json.dumps(results))
         if any(r != "holds" for r in MESH.gathered(results[name])):
             break  # the ranks may no longer be at the same place
-    torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

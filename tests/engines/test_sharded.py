@@ -16,10 +16,11 @@ from earnest.engines import AdamW
 from earnest.engines.mesh import Mesh
 from earnest.engines.muon import Muon
 from earnest.engines.sharding import shard
+from earnest.engines.tensor import plan_of
 from earnest.engines.trained import refuse_whole_readers
 from earnest.errors import ConfigError
 from tests.engines.conftest import tiny_policy
-from tests.engines.sharded_worker import CHECKS, SLOW
+from tests.engines.sharded_worker import CHECKS, SLOW, TENSOR, TENSOR_FEW
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,13 +36,16 @@ SOME = (
 """The checks for four ranks in ``make test``; all of them run on two."""
 
 
-def run(out: Path, count: int, checks: tuple[str, ...] = (), replicate: int = 1) -> list[dict[str, str]]:
+def run(
+    out: Path, count: int, checks: tuple[str, ...] = (), replicate: int = 1, tensor: int = 1
+) -> list[dict[str, str]]:
     """What each of ``count`` ranks found."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     common = {**os.environ, "WORLD_SIZE": str(count), "REPLICATE": str(replicate), "PYTHONPATH": path}
+    common |= {"TENSOR": str(tensor)}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     logs = [out / f"rank-{rank}.log" for rank in range(count)]
     ranks = []
@@ -65,7 +69,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     return run(tmp_path_factory.mktemp("ranks"), 2)
 
 
-@pytest.mark.parametrize("name", list(CHECKS))
+@pytest.mark.parametrize("name", [*CHECKS, *(f"split layers: {name}" for name in TENSOR_FEW)])
 def test_two_ranks(results: list[dict[str, str]], name: str) -> None:
     require(results, (name,))
 
@@ -86,6 +90,30 @@ def test_all_checks_on_four_ranks_and_on_two_copies_of_two(tmp_path: Path) -> No
 @pytest.mark.parametrize("count", [2, 4])
 def test_every_adapter_with_every_term(tmp_path: Path, count: int) -> None:
     require(run(tmp_path, count, tuple(SLOW)), tuple(SLOW))
+
+
+@pytest.mark.slow
+def test_two_ranks_that_share_every_layer(tmp_path: Path) -> None:
+    require(run(tmp_path, 2, tuple(TENSOR), tensor=2), tuple(TENSOR))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("replicate", [1, 2])
+def test_teams_of_two_ranks_that_share_every_layer(tmp_path: Path, replicate: int) -> None:
+    """Four ranks: 2 shards or 2 copies of the base × 2 parts of each layer."""
+    require(run(tmp_path, 4, tuple(TENSOR), replicate=replicate, tensor=2), tuple(TENSOR))
+
+
+def test_models_and_numbers_of_ranks_that_cannot_share_layers_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"engine\.tensor: 3 ranks cannot share .* of tiny equally; take one of 1, 2"):
+        plan_of(tiny_policy(), 3)
+    other = tiny_policy()
+    other.model.config.base_model_tp_plan = None
+    with pytest.raises(ConfigError, match=r"engine\.tensor: LlamaForCausalLM has no plan for tensor parallelism"):
+        plan_of(other, 2)
+    other.model.config.base_model_tp_plan = {"layers.*.mlp.gate_proj": "packed_colwise"}
+    with pytest.raises(ConfigError, match=r"engine\.tensor: the plan of tiny has the style 'packed_colwise'"):
+        plan_of(other, 2)
 
 
 def test_the_number_of_processes_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from earnest.config import from_mapping
 from earnest.config.recipes import read
@@ -71,9 +73,55 @@ def test_a_rank_that_is_killed_ends_the_run_and_one_process_continues_it(tmp_pat
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
 
 
+FULL = ["engine.shard=2", "adapter={kind: full}", "optimizer.lr=1e-4"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [FULL, ["engine.tensor=2"]], ids=["full parameters in shards", "split layers"])
+def test_two_ranks_save_resume_and_end_as_one_process(tmp_path: Path, layout: list[str]) -> None:
+    """With a reference, which is the base, and through a checkpoint; the result is that of one process."""
+    out, one = tmp_path / "two", tmp_path / "one"
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "earnest"]
+    small = [w for w in SMALL if not w.startswith("steps")]
+    small.append("objective=[{kind: grpo, clip: 0.2}, {kind: reference_kl, weight: 0.1}]")
+    alone = [w for w in layout if not w.startswith("engine")]
+    for words in (
+        [*start, "run", "quickstart", f"out={out}", "steps=2", *small, *layout],
+        [*start, "run", str(out), "--resume", "steps=4"],
+        [sys.executable, "-m", "earnest", "run", "quickstart", f"out={one}", "steps=4", *small, *alone],
+    ):
+        done = subprocess.run(words, env=settings(out), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    ours, theirs = lines(out), lines(one)
+    steps = [(a, b) for a, b in zip(_last(ours), _last(theirs), strict=True) if a["kind"] == "step"]
+    assert len(steps) == 4
+    for a, b in steps:
+        assert a["reward"] == b["reward"]
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        own, other = (x["terms"]["reference_kl"]["loss"] for x in (a, b))
+        assert own == pytest.approx(other, rel=1e-2, abs=1e-7)
+    assert own > 0  # the reference is not the trained policy
+    verdict = json.loads((out / "verdict.json").read_text())
+    assert any(f["law"] == "SH" and f["outcome"] == "holds" for f in verdict["checks"]), verdict
+    name = "model.safetensors" if layout is FULL else "earnest_adapter.safetensors"
+    a, b = (load_file(folder / "adapter" / name) for folder in (out, one))
+    assert a.keys() == b.keys()
+    for key in a:
+        assert torch.allclose(a[key], b[key], rtol=1e-3, atol=1e-4 * float(b[key].abs().max())), key
+
+
+def _last(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The steps; a resumed run also has the evaluation at the end of the first part."""
+    return [line for line in found if line["kind"] == "step"]
+
+
 @pytest.mark.parametrize(
     ("override", "key"),
-    [("sampler=http://127.0.0.1:1", "sampler"), ("sampling.workers=1", "sampling.workers"), ("replicas=2", "replicas")],
+    [
+        ("sampler=http://127.0.0.1:1", "sampler"),
+        ("sampling.workers=1", "sampling.workers"),
+        ("adapter.modules_to_save=[lm_head]", "adapter.modules_to_save"),
+    ],
 )
 def test_what_several_ranks_do_not_support_is_refused(override: str, key: str) -> None:
     config = from_mapping(read("quickstart")[1], ["engine.shard=2", override])
@@ -81,9 +129,17 @@ def test_what_several_ranks_do_not_support_is_refused(override: str, key: str) -
         ranks.join(config)
 
 
-def test_tensor_parallelism_is_refused_by_its_key() -> None:
-    with pytest.raises(ConfigError, match=r"engine\.tensor"):
-        from_mapping(read("quickstart")[1], ["engine.tensor=2"])
+def test_replicas_exchange_whole_tensors() -> None:
+    config = from_mapping(read("quickstart")[1], ["engine.shard=2", "replicas=2", "adapter={kind: full}"])
+    with pytest.raises(ConfigError, match=r"^adapter\.kind: is not supported with replicas that share differences"):
+        ranks.check(config)
+
+
+def test_the_ranks_of_a_team_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    config = from_mapping(read("quickstart")[1], ["engine.shard=2", "engine.tensor=2"])
+    with pytest.raises(ConfigError, match="shard=2 × replicate=1 × tensor=2 needs 4 processes, and this is one of 2"):
+        ranks.join(config)
 
 
 def test_the_reason_of_a_rank_that_failed_reaches_the_others(tmp_path: Path) -> None:

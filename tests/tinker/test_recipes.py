@@ -125,7 +125,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "engine.pack": [(False, "engine.pack: with engine.kind tinker"), (None,)],
     "engine.shard": [(2, "engine.shard: with engine.kind tinker"), (1,)],
     "engine.replicate": [(2, "engine.replicate: with engine.kind tinker"), (1,)],
-    "engine.tensor": [(2, "Input should be 1"), (1,)],
+    "engine.tensor": [(2, "engine.tensor: with engine.kind tinker"), (1,)],
     "engine.offload": [(True, "set engine.shard to 2 or more"), (False,)],
     "engine.checkpoint_activations": [(True, "engine.checkpoint_activations: with engine.kind tinker"), (False,)],
     "engine.compile": [(True, "engine.compile: with engine.kind tinker"), (False,)],

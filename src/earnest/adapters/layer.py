@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.linalg import gathered
+from earnest.adapters.split import Split
 
 
 def _is_conv1d(module: nn.Module) -> bool:
@@ -54,6 +55,7 @@ class Layer:
         self.base_class: type[nn.Module] = type(module)
         self.stash: dict[str, nn.Parameter] | None = None  # the base's own parameters while merged
         self.cache: dict[Any, tuple[Any, Tensor, tuple[Tensor, ...]]] = {}  # derived values, see runtime.cached
+        self.split: Split | None = None  # the part of the weight that this rank of a team has; None: all of it
         weight: Any = getattr(module, "weight", None)
         if _is_conv1d(module):
             self.kind, (self.n, self.m) = "conv1d", weight.shape
@@ -110,6 +112,11 @@ class Layer:
 
     def rows(self, u: Float[Tensor, "k n"]) -> Float[Tensor, "k m"]:
         """u Wᵀ without the bias, differentiable in u: computed as k extra tokens through the base's kernel."""
+        if self.split is not None:
+            raise AdapterError(
+                f"{self.name}: this adapter computes with the base's weight in each pass, and the ranks of a team have "
+                "a part of it each; take lora, or set engine.tensor=1"
+            )
         u = u.to(self.dtype)
         if self.kind == "opaque":
             return self._without_bias(u)
@@ -121,7 +128,8 @@ class Layer:
         with torch.no_grad():
             if self.kind == "opaque":
                 return self._probe()
-            w = gathered(self._base("weight")).detach().float()
+            w = gathered(self._base("weight")).detach()
+            w = (w if self.split is None else self.split.gathered(w)).float()
             return w if self.kind == "linear" else w.t().contiguous()
 
     def _without_bias(self, u: Tensor) -> Tensor:
@@ -155,7 +163,7 @@ class ModuleLayer(Layer):
 
     def __init__(self, name: str, module: nn.Module) -> None:
         self.name, self.module, self.base_class = name, module, type(module)
-        self.stash, self.cache, self.kind = None, {}, "module"
+        self.stash, self.cache, self.split, self.kind = None, {}, None, "module"
         own = list(self.own().values())
         if not own:
             raise AdapterError(

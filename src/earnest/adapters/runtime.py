@@ -113,7 +113,8 @@ class Slot(nn.Module):
 
     def run_after(self, y: Tensor, x: Tensor) -> Tensor:
         if self.has_factors:
-            y = low_rank(y, x, self.factors())
+            factors, split = self.factors(), self.layer.split
+            y = low_rank(y, x, factors if split is None else split.factors(factors))
         return self.variant.after(self.tensors, y, self.layer, self.gate.scale) if self.has_after else y
 
     def acts(self) -> bool:
@@ -295,6 +296,16 @@ def _set_class(layer: Layer, slots: Sequence[Slot]) -> None:
         body = {"__module__": layer.base_class.__module__, **{name: _parameter(name) for name in names}}
         _CLASSES[key] = type(f"Adapted{layer.base_class.__name__}", bases, body)
     layer.module.__class__ = _CLASSES[key]
+
+
+def set_base_class(module: nn.Module, base: type[nn.Module]) -> None:
+    """Give a module another class of its own; its adapters stay."""
+    holder = module._modules.get(SLOTS)
+    if isinstance(holder, Holder):
+        holder.layer.base_class = base
+        _set_class(holder.layer, slots_of(module))
+    else:
+        module.__class__ = base
 
 
 class Holder(nn.ModuleList):

@@ -71,6 +71,7 @@ class Variant(Checked):
     shared: ClassVar[frozenset[str]] = frozenset()  # frozen tensors that all layers share (as top-left corners)
     detached: ClassVar[str] = ""  # what the method holds fixed in the derivative, which then is not the exact one
     cheap: ClassVar[bool] = False  # factors() costs nothing, so sampling does not cache them
+    reads_base: ClassVar[bool] = False  # factors() computes with the base's weight in each pass
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # rows of the conformance table: label -> small settings
     _uses: ClassVar[frozenset[str]] = frozenset()
 

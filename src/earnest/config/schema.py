@@ -189,10 +189,14 @@ class EngineConfig(Strict):
         "and cheaper",
     )
     shard: Whole = Field(
-        1, description="ranks that hold one base, each 1/N of its weights; torchrun starts shard × replicate of them"
+        1,
+        description="ranks that hold one base, each 1/N of its weights; torchrun starts shard × replicate × tensor of "
+        "them",
     )
     replicate: Whole = Field(1, description="copies of the sharded base; each trains on its own rows")
-    tensor: Literal[1] = Field(1, description="tensor parallelism is not implemented; use shard")
+    tensor: Whole = Field(
+        1, description="ranks that compute the same rows, each with 1/K of every layer of the model's tp_plan"
+    )
     offload: bool = Field(False, description="keep the sharded base in CPU memory between its uses (GPUs only)")
     checkpoint_activations: bool = Field(
         False, description="keep only the inputs of each layer and compute the rest again in the backward pass"
@@ -204,16 +208,22 @@ class EngineConfig(Strict):
 
     @model_validator(mode="after")
     def _agree(self) -> EngineConfig:
-        if self.compile and self.shard > 1:
-            raise ConfigError("engine.compile: compiled layers are not tested with shards; set engine.shard=1")
+        if self.compile and (self.shard > 1 or self.tensor > 1):
+            key = "shard" if self.shard > 1 else "tensor"
+            raise ConfigError(f"engine.compile: compiled layers are not tested with shards; set engine.{key}=1")
         if self.offload and self.shard == 1:
             raise ConfigError("engine.offload: moves the shards of a base; set engine.shard to 2 or more")
-        for key in ("pack", "shard", "replicate", "offload", "checkpoint_activations", "compile"):
+        for key in ("pack", "shard", "replicate", "tensor", "offload", "checkpoint_activations", "compile"):
             if self.kind == "tinker" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"engine.{key}: with engine.kind tinker the service lays out its work; leave it out")
         if self.base_url is not None and self.kind == "local":
             raise ConfigError("engine.base_url: has no meaning for a local engine; set engine.kind=tinker")
         return self
+
+    @property
+    def ranks(self) -> int:
+        """The processes that train together."""
+        return self.shard * self.replicate * self.tensor
 
 
 def _absolute_code(text: str) -> str:
@@ -374,10 +384,10 @@ class RunConfig(LoopConfig):
                 )
         if self.sampling.workers and self.sampler is not None and (self.sampler.url or self.sampler.port is not None):
             raise ConfigError("sampler: sampling.workers are samplers too; leave one of the two out")
-        if self.dtype in ("int8", "nf4") and self.engine.shard > 1:
+        if self.dtype in ("int8", "nf4") and self.engine.ranks > self.engine.replicate:
             raise ConfigError(
-                f"dtype: a base in {self.dtype} is not sharded; set engine.shard=1 (engine.replicate may be more), or "
-                "dtype=bfloat16"
+                f"dtype: a base in {self.dtype} is not sharded; set engine.shard=1 and engine.tensor=1 "
+                "(engine.replicate may be more), or dtype=bfloat16"
             )
         self._check_staleness()
         if self.sampler is not None and self.engine.kind != "local":

@@ -24,8 +24,9 @@ from earnest.diloco.groups import of_group
 from earnest.diloco.ledger import Commit, Ledger
 from earnest.diloco.outer import SyncSchedule, WeightCopies
 from earnest.diloco.signing import signatures
+from earnest.errors import ConfigError
 from earnest.report.watch import FALLING, RunWatch
-from earnest.runs import verdicts
+from earnest.runs import ranks, verdicts
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.lifecycle import Finished, complete
 from earnest.runs.loop import TrainingLoop
@@ -53,6 +54,7 @@ def job_of(config: RunConfig, url: str, place: Path) -> Job:
         config.sync.max_restarts,
         samplers=config.sampling.workers,
         gpu=wants_gpu(config.device),
+        ranks=config.engine.ranks,
         files=local_files(config),
     )
 
@@ -107,10 +109,15 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
 
 
 def _build(config: RunConfig, console: Console) -> Setup:
-    """What the launcher evaluates with. It draws the held-out samples itself: ``sampling.workers`` are per replica,
-    and actors of the launcher would take their place."""
+    """What the launcher evaluates with, in one process. It draws the held-out samples itself: ``sampling.workers`` are
+    per replica, and actors of the launcher would take their place."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("replicas: each replica starts its own ranks; start this run without torchrun.")
+    ranks.check(config)
     alone = config.sampling.model_copy(update={"workers": 0})
-    return replace(build(config.model_copy(update={"sampling": alone}), note_on(console)), config=config)
+    one = config.engine.model_copy(update={"shard": 1, "replicate": 1, "tensor": 1, "offload": False})
+    here = config.model_copy(update={"sampling": alone, "engine": one})
+    return replace(build(here, note_on(console)), config=config)
 
 
 def _rows(setup: Setup) -> str | None:

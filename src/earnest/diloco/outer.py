@@ -152,6 +152,8 @@ class ReplicaProgress(ABC):
     schedule: SyncSchedule
     rounds: int
     inner: int
+    keeps_checkpoints = False
+    """Whether a replica continues from its own checkpoint."""
 
     @property
     @abstractmethod
@@ -182,6 +184,8 @@ class ReplicaOuter(ReplicaProgress):
     The run ends after ``rounds``. Every ``snapshot_every`` rounds one of the members writes the whole state, from
     which others join, and removes what is no longer needed.
     """
+
+    keeps_checkpoints = True
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ is started again in it continues from its last checkpoint, bit for bit; without 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
@@ -21,14 +22,15 @@ from earnest.config.replicas import ReplicaPlan, plan
 from earnest.config.text import parse
 from earnest.diloco.ledger import CONFIG, Ledger
 from earnest.diloco.lighthouse import LighthouseOuter
+from earnest.diloco.mesh_outer import MeshOuter
 from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import Rules
 from earnest.diloco.signing import signatures
 from earnest.diloco.wire import Wire
 from earnest.disk import clean
-from earnest.errors import CheckpointError, ConfigError
+from earnest.errors import CheckpointError, ConfigError, EarnestError
 from earnest.rollouts import Rollouts
-from earnest.runs import checkpoints
+from earnest.runs import checkpoints, ranks
 from earnest.runs.collect import BatchSource
 from earnest.runs.folder import RunFolder
 from earnest.runs.loop import TrainingLoop
@@ -38,7 +40,7 @@ from earnest.runs.stopping import Stopper
 from earnest.seeds import derive
 from earnest.store import Bucket, StoreError
 
-OuterHook = ReplicaOuter | LighthouseOuter
+OuterHook = ReplicaOuter | LighthouseOuter | MeshOuter
 
 
 class TwoHooks:
@@ -97,7 +99,7 @@ class ReplicaLoop(TrainingLoop):
 
     def save(self) -> None:
         """Save between rounds only: inside one, the round under way would be lost."""
-        if self.outer.between and isinstance(self.outer, ReplicaOuter):
+        if self.outer.between and self.outer.keeps_checkpoints:
             super().save()
 
     def _train(self, stopper: Stopper) -> None:
@@ -145,24 +147,40 @@ def _summary(rewards: list[float]) -> list[float]:
     return [float(len(rewards)), sum(rewards), sum(r * r for r in rewards)]
 
 
-def work(url: str, replica: int | None, folder: Path | None, console: Console) -> int:
-    """Train as a replica until the run is over; returns the replica's number."""
+def work(url: str, replica: int | None, folder: Path | None, console: Console) -> int | None:
+    """Train as a replica until the run is over; returns the replica's number.
+
+    If the run's settings name several ranks, this process starts them and returns None, unless ``torchrun`` started it.
+    """
     label = "joiner" if replica is None else f"replica-{replica}"
     ledger = Ledger(Bucket.open(url, writer=label))
     recipe, config, rows = read_config(ledger)
-    ledger.bucket.probe()  # the launcher may reach the store by another route
-    own = ledger.claim() if replica is None else replica
+    if config.engine.ranks > 1 and "WORLD_SIZE" not in os.environ:
+        _start_ranks(config.engine.ranks, url, replica, folder)
+        return None
+    console = ranks.console_of(console)
+    mesh = ranks.join(config)
+    own = -1
+    if mesh.rank == 0:
+        ledger.bucket.probe()  # the launcher may reach the store by another route
+        own = ledger.claim() if replica is None else replica
+    own = mesh.from_first(own)
     ledger = replace(ledger, signatures=signatures(config.sync.signers, own))
-    setup = build(config, note_on(console))
+    setup = build(config, note_on(console), mesh)
     if setup.data is not None and rows not in (None, setup.data.dataset.sha256):
         setup.close()
         raise ConfigError(f"data: {setup.data.path} has other rows here than where the run was started; copy the file.")
     setup = replace(setup, config=own_seed(config, own))
-    place = folder or Path("runs") / f"{url.rstrip('/').rsplit('/', 1)[-1]}-replica-{own}"
+    place = mesh.from_first(folder or Path("runs") / f"{url.rstrip('/').rsplit('/', 1)[-1]}-replica-{own}")
+    known = mesh.from_first((place / "run.json").exists())
     with ExitStack() as ending:
         ending.callback(setup.close)
-        run = _folder(place, url, own, recipe, setup)
+        here = ranks.own_copy(place) if known else ranks.own_place(mesh, place)
+        mesh.gathered(0)  # every rank has its copy before rank 0 writes
+        run = _folder(here, url, own, recipe, setup)
+        ending.callback(ranks.leave, mesh)
         ending.callback(run.close)
+        ranks.settle(mesh, place, here)
         loop = ReplicaLoop(setup, run, reporter_on(console), [])
         planned = plan(config)
         outer = outer_hook(setup, ledger, own, planned, run)
@@ -170,7 +188,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
         engine = setup.require_local("a replica")
         engine.outer = outer if engine.outer is None else TwoHooks(outer, engine.outer)
         loop.set_outer(planned, outer)
-        if checkpoints.newest(run) is not None:
+        if mesh.from_first(mesh.rank == 0 and checkpoints.newest(run) is not None):
             loop.restore()
         loop.enter()
         loop.train()
@@ -179,8 +197,34 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
     return own
 
 
+def _start_ranks(count: int, url: str, replica: int | None, folder: Path | None) -> None:
+    """This replica's ranks as processes of this machine; raises if one of them fails."""
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.run import main
+
+    words = ["--standalone", "--nproc-per-node", str(count), "-m", "earnest", "worker", url]
+    words += [] if replica is None else ["--replica", str(replica)]
+    words += [] if folder is None else ["--folder", str(folder)]
+    try:
+        main(words)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        raise EarnestError(
+            f"rank {rank} of this replica ended with {failure.exitcode}; its output is above, or in "
+            f"ranks/rank-{rank}.log of the replica's folder."
+        ) from None
+
+
 def outer_hook(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> OuterHook:
-    """The outer hook of these settings."""
+    """The outer hook of these settings, on this rank."""
+    if setup.mesh.size == 1:
+        return _one_rank(setup, ledger, replica, planned, run)
+    return MeshOuter(setup.mesh, setup.engine, lambda: _one_rank(setup, ledger, replica, planned, run))
+
+
+def _one_rank(
+    setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder
+) -> ReplicaOuter | LighthouseOuter:
     sync, rounds = planned.config.sync, planned.rounds
     schedule = SyncSchedule.of(sync)
     if sync.lighthouse is not None:

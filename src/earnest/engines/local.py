@@ -11,7 +11,7 @@ micro-batch are laid out: packed (``engines.packing``) or padded.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -31,6 +31,7 @@ from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.sharding import free, shard, sum_over_ranks, whole
 from earnest.engines.spectral import spectral_norms
+from earnest.engines.tensor import split
 from earnest.engines.trained import Trained, refuse_whole_readers
 from earnest.engines.vocabulary import scalars as vocabulary_scalars
 from earnest.errors import ConfigError, NothingToTrain, ObjectiveError
@@ -90,9 +91,10 @@ class LocalEngine:
         self.policy, self.adapter, self.guard, self.outer = policy, adapter, guard, outer
         self.max_grad_norm, self.micro_tokens = max_grad_norm, micro_tokens
         self.compiled = CompiledLayers(policy.body) if compile else None
-        if checkpoint_activations:
-            checkpoint_activations_of(policy.body)
         self.mesh = mesh or Mesh()
+        self.team = split(policy, adapter, self.mesh) if self.mesh.tensor > 1 else None
+        if checkpoint_activations:
+            checkpoint_activations_of(policy.body, self.team)
         if self.mesh.shard > 1:
             shard(policy, adapter, self.mesh, offload=offload)
         self.trained = Trained(adapter.named_parameters(), self.mesh)
@@ -112,7 +114,7 @@ class LocalEngine:
             split_rates(self.optimizer, self.trained.own(faster), ratio)
         if guard is not None:
             guard.bind(adapter, self.optimizer)
-        self.layouts = micro.Layouts(policy, self.mesh, pack)
+        self.layouts = micro.Layouts(policy, self.mesh, pack, self.team)
         self.version = 0
         self.tokens = 0
         self.planned: float | None = None  # the next update's rate as a share of lr; None: by the version
@@ -147,7 +149,7 @@ class LocalEngine:
 
         # each rank samples some of the prompts; all completions of equal prompts are one rank's
         distinct = {p: i for i, p in enumerate(dict.fromkeys(map(tuple, prompts)))}
-        mine = [i for i, p in enumerate(prompts) if distinct[tuple(p)] % self.mesh.size == self.mesh.rank]
+        mine = [i for i, p in enumerate(prompts) if distinct[tuple(p)] % self.mesh.teams == self.mesh.team]
         with self._for_sampling(len(prompts) * n * spec.max_new_tokens):
             found = sample(self.policy, [prompts[i] for i in mine], n, spec) if mine or not prompts else []
         own = [
@@ -163,7 +165,7 @@ class LocalEngine:
             )
             for c in found
         ]
-        everyone = [rollout for rollouts in self.mesh.gathered(own) for rollout in rollouts]
+        everyone = [rollout for rollouts in self.mesh.of_teams(own) for rollout in rollouts]
         return sorted(everyone, key=lambda r: (r.prompt_index, r.sample_index))
 
     @contextmanager
@@ -183,7 +185,8 @@ class LocalEngine:
             with whole(self.policy.model):
                 yield
             return
-        merge = self.adapter.merging_exact and self.adapter.mergeable and self.adapter.merging_pays(tokens)
+        merge = self.team is None and self.adapter.merging_exact and self.adapter.mergeable
+        merge = merge and self.adapter.merging_pays(tokens)
         with self.adapter.merged() if merge else nullcontext():
             yield
 
@@ -362,7 +365,7 @@ class LocalEngine:
                         found.append((float(result.loss.detach()), passes.detached(result.values)))
                 found = [each for own in self.mesh.gathered(found) for each in own]
                 loss, values = sum(loss for loss, _ in found), passes.merge([values for _, values in found])
-        sizes = self.mesh.gathered((sum(p.computed for p in parts), sum(p.padding for p in parts)))
+        sizes = self.mesh.of_teams((sum(p.computed for p in parts), sum(p.padding for p in parts)))
         computed, padding = (sum(size) for size in zip(*sizes, strict=True))
         layout = self.layouts.describe(parts) + ("" if self.compiled is None else f", {self.compiled.note}")
         return Pass(
@@ -377,10 +380,15 @@ class LocalEngine:
         self.mesh = self.layouts.mesh = Mesh(0, 1, mesh.shard)
         sum_over_ranks(self.policy.model, divided_by=mesh.size)
         try:
-            yield
+            with self.whole_layers():
+                yield
         finally:
             self.mesh = self.layouts.mesh = mesh
             sum_over_ranks(self.policy.model)
+
+    def whole_layers(self) -> AbstractContextManager[None]:
+        """Inside the block a forward pass, with its backward pass, is not divided among the ranks of a team."""
+        return nullcontext() if self.team is None else self.team.set_alone()
 
     def _backward(self, batch: Batch, weights: Mapping[Need, Tensor], parts: Sequence[micro.Micro]) -> None:
         total = batch.active.shape[0]
@@ -403,6 +411,8 @@ class LocalEngine:
 
     def _hidden(self, part: micro.Micro) -> Float[Tensor, "n d"]:
         """The last hidden states at the active tokens of these rows."""
+        if (own := part.together) is not None:  # the gradient of the other ranks' rows is added
+            return own.team.whole_input(self._hidden(own.part))[own.places]
         if part.layout is not None:
             return part.layout.hidden(self.policy)
         return self.policy.hidden(part.batch.inputs)[part.batch.row, part.batch.position]

@@ -7,7 +7,8 @@ the whole batch, so clipping, optimizer, guard and averages are the same everywh
     gradient = Σ_ranks Σ_own rows weight · ∂scalar/∂θ          weight = ∂loss/∂scalar, from the whole batch
 
 The adapter's parameters are whole on every rank; the base is sharded (``engines.sharding``), and so are modules that
-are trained whole. One process is a mesh of 1.
+are trained whole. With tensor parallelism (``engines.tensor``) the ranks of a team compute the same rows, each with its
+part of every layer, so the rows are dealt to teams. One process is a mesh of 1.
 """
 
 from __future__ import annotations
@@ -36,31 +37,37 @@ PATIENCE = timedelta(minutes=30)
 
 
 class Mesh:
-    """This process among ``size`` processes, of which it is number ``rank``. ``shard`` of them hold one base."""
+    """This process among ``size`` processes, of which it is number ``rank``.
 
-    def __init__(self, rank: int = 0, size: int = 1, shard: int = 1) -> None:
-        self.rank, self.size, self.shard = rank, size, shard
+    ``tensor`` neighbours are a team, and ``shard`` teams hold one base.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1, shard: int = 1, tensor: int = 1) -> None:
+        self.rank, self.size, self.shard, self.tensor = rank, size, shard, tensor
+        self.team, self.teams = rank // tensor, size // tensor
         self.notes: Path | None = None  # where ranks that fail leave the reason
         self.scratch: Path | None = None  # the folder of a rank other than 0
         self.kind = "cpu"  # of the devices with the weights
         self._people: Sequence[tuple[str, int]] = ()
 
     @classmethod
-    def start(cls, shard: int = 1, replicate: int = 1) -> Mesh:
-        """Join the processes that ``torchrun`` started: ``shard`` × ``replicate`` of them."""
-        wanted, found = shard * replicate, int(os.environ.get("WORLD_SIZE", "1"))
+    def start(cls, shard: int = 1, replicate: int = 1, tensor: int = 1, patience: timedelta | None = None) -> Mesh:
+        """Join the processes that ``torchrun`` started: ``shard`` × ``replicate`` × ``tensor`` of them."""
+        wanted, found = shard * replicate * tensor, int(os.environ.get("WORLD_SIZE", "1"))
         if wanted != found:
+            sizes = f"shard={shard} × replicate={replicate}" + (f" × tensor={tensor}" if tensor > 1 else "")
             raise ConfigError(
-                f"engine: shard={shard} × replicate={replicate} needs {wanted} processes, and this is one of {found}; "
-                f"start it with: torchrun --nproc-per-node {wanted} -m earnest run …"
+                f"engine: {sizes} needs {wanted} processes, and this is one of {found}; start it with: "
+                f"torchrun --nproc-per-node {wanted} -m earnest run …"
             )
         if found == 1:
             return cls()
         if not dist.is_initialized():
             if torch.cuda.is_available():
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo", timeout=PATIENCE)
-        mesh = cls(dist.get_rank(), found, shard)
+            kind = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(kind, timeout=patience or PATIENCE)
+        mesh = cls(dist.get_rank(), found, shard, tensor)
         mesh._people = mesh.gathered((socket.gethostname(), os.getpid()))
         return mesh
 
@@ -73,6 +80,10 @@ class Mesh:
         found: list[T | None] = [None] * self.size
         dist.all_gather_object(found, value)
         return found  # type: ignore[return-value]  # every place is filled
+
+    def of_teams(self, value: T) -> list[T]:
+        """Every team's value, in the order of the teams; the ranks of a team have equal ones."""
+        return self.gathered(value)[:: self.tensor]
 
     def from_first(self, value: T) -> T:
         """The value of rank 0."""
@@ -109,9 +120,9 @@ class Mesh:
 
     @cached_property
     def devices(self) -> DeviceMesh:
-        """The ranks in a grid: copies of the base × shards of one."""
-        shape = (self.size // self.shard, self.shard)
-        return init_device_mesh(self.kind, shape, mesh_dim_names=("replicate", "shard"))
+        """The ranks in a grid: copies of the base × shards of one × parts of each layer."""
+        shape = (self.teams // self.shard, self.shard, self.tensor)
+        return init_device_mesh(self.kind, shape, mesh_dim_names=("replicate", "shard", "tensor"))
 
     def require_same(self, what: str, tensors: Sequence[Tensor], every: int = 1) -> None:
         """Raise if these tensors differ in any bit between the ranks, or between a rank and every ``every``-th next."""
@@ -127,32 +138,26 @@ class Mesh:
     # --- rows ---------------------------------------------------------------------------------------------------------
 
     def deal(self, units: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
-        """This rank's rows: the units of rows, largest first, each to the rank with the fewest tokens."""
-        loads = [0] * self.size
-        found: list[int] = []
-        for i in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
-            rank = loads.index(min(loads))
-            loads[rank] += sizes[i]
-            if rank == self.rank:
-                found += units[i]
-        return sorted(found)
+        """This team's rows."""
+        return deal(units, sizes, self.teams)[self.team]
 
     def units(self, batch: Batch, trees: Sequence[tuple[Sequence[int], int]]) -> tuple[list[Sequence[int]], list[int]]:
         """The rows that stay together, and their tokens: given trees, or single rows where there are too few trees."""
-        if len(trees) >= 2 * self.size:
+        if len(trees) >= 2 * self.teams:
             return [rows for rows, _ in trees], [size for _, size in trees]
         active = [r for r, size in enumerate(batch.sizes) if size]
         return [[r] for r in active], [batch.lengths[r] for r in active]
 
     @contextmanager
     def own_random(self) -> Iterator[None]:
-        """Inside the block each rank draws its own random numbers (dropout); all generators go on alike afterwards."""
+        """Inside the block each team draws its own random numbers (dropout); all generators go on alike afterwards."""
         if self.size == 1:
             yield
             return
         seed = int(torch.randint(2**62, ()))
+        seed = self.from_first(seed) if self.tensor > 1 else seed  # the ranks of a team draw the same numbers
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
-            torch.manual_seed(derive(seed, "rank", self.rank))
+            torch.manual_seed(derive(seed, "rank", self.team))
             yield
 
     # --- ranks that are gone ------------------------------------------------------------------------------------------
@@ -189,6 +194,17 @@ class Mesh:
             if host == socket.gethostname() and not _alive(pid):
                 return f"rank {rank} (process {pid}) was killed"
         return f"a rank no longer answers ({str(error).splitlines()[0]})"
+
+
+def deal(units: Sequence[Sequence[int]], sizes: Sequence[int], count: int) -> list[list[int]]:
+    """The rows of each of ``count`` receivers: the units of rows, largest first, each to the one with the fewest
+    tokens."""
+    loads, found = [0] * count, [list[int]() for _ in range(count)]
+    for i in sorted(range(len(units)), key=lambda i: (-sizes[i], i)):
+        least = loads.index(min(loads))
+        loads[least] += sizes[i]
+        found[least] += units[i]
+    return [sorted(rows) for rows in found]
 
 
 def _checksum(tensor: Tensor) -> tuple[int, int]:

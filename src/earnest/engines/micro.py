@@ -14,7 +14,8 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from earnest.engines.mesh import Mesh
+from earnest.adapters.split import Team
+from earnest.engines.mesh import Mesh, deal
 from earnest.engines.packing import WORTH, Packed, Packer, why_not
 from earnest.models.policy import Policy
 from earnest.objectives.metrics import merge
@@ -35,23 +36,50 @@ class Micro:
     layout: Packed | None = None
     spare: bool = False
     """Computed so that every rank makes as many passes, and left out of every result."""
+    together: Together | None = None
+    """The micro-batch that a team of ranks computes, of which these are this rank's rows; None: there is no team."""
 
     @property
     def computed(self) -> int:
         """The positions that go through the model."""
+        if self.together is not None:
+            return self.together.part.computed
         return self.batch.inputs.numel() if self.layout is None else self.layout.computed
 
     @property
     def padding(self) -> int:
         """The computed positions that are no token of a row."""
+        if self.together is not None:
+            return self.together.part.padding
         return self.computed - sum(self.batch.lengths) if self.layout is None else self.layout.padding
 
 
-class Layouts:
-    """Cuts batches for one policy on one mesh. ``pack``: True packs rows, False pads them, None: as it is cheaper."""
+@dataclass(frozen=True, eq=False)
+class Together:
+    """A micro-batch whose hidden states a team of ranks computes; the head of this rank reads those at ``places``."""
 
-    def __init__(self, policy: Policy, mesh: Mesh, pack: bool | None) -> None:
-        self.policy, self.mesh, self.pack = policy, mesh, pack
+    part: Micro
+    places: Int[Tensor, " n"]
+    team: Team
+
+
+def shared(part: Micro, team: Team) -> Micro:
+    """This rank's rows of a micro-batch that its team computes: each row's scalars and loss are one rank's."""
+    sizes = part.batch.sizes
+    active = [r for r, size in enumerate(sizes) if size]
+    rows = deal([[r] for r in active], [sizes[r] for r in active], team.count)[team.index]
+    spare = part.spare or not rows
+    rows = rows or active[:1]
+    places = part.batch.tokens_of(rows)
+    return Micro(part.batch.rows(rows), part.token[places], part.layout, spare, Together(part, places, team))
+
+
+class Layouts:
+    """Cuts batches for one policy on one mesh. ``pack``: True packs rows, False pads them, None: as it is cheaper.
+    ``team``: the ranks that compute the hidden states of a micro-batch together."""
+
+    def __init__(self, policy: Policy, mesh: Mesh, pack: bool | None, team: Team | None = None) -> None:
+        self.policy, self.mesh, self.pack, self.team = policy, mesh, pack, team
 
     @cached_property
     def packing(self) -> Packer | str:
@@ -67,7 +95,11 @@ class Layouts:
 
         ``same_rows``: a term divides by the tokens of its micro-batch, so packing must not change its rows.
         """
-        if self.mesh.size == 1:
+        parts = self._of_team(batch, max_tokens, same_rows)
+        return parts if self.team is None or self.team.alone else [shared(p, self.team) for p in parts]
+
+    def _of_team(self, batch: Batch, max_tokens: int, same_rows: bool) -> list[Micro]:
+        if self.mesh.teams == 1:
             return self._layout(batch, max_tokens, same_rows)
         trees = [] if isinstance(self.packing, str) else self.packing.trees(batch, max_tokens)
         rows = self.mesh.deal(*self.mesh.units(batch, [(t.rows, t.size) for t in trees]))
@@ -85,13 +117,14 @@ class Layouts:
     def describe(self, parts: Sequence[Micro]) -> str:
         """How these micro-batches are laid out: packed, or padded with the reason."""
         why = f" ({self.packing})" if isinstance(self.packing, str) else ""
-        return f"padded{why}" if any(p.layout is None for p in parts) else "packed"
+        split = "" if self.team is None else f", layers split over {self.team.count} ranks, head by rows"
+        return (f"padded{why}" if any(p.layout is None for p in parts) else "packed") + split
 
     def _layout(self, batch: Batch, max_tokens: int, same_rows: bool) -> list[Micro]:
         packer, padded = self.packing, cut(batch, max_tokens)
         if isinstance(packer, str):
             return padded
-        one = self.mesh.size > 1  # every rank makes the same number of forward passes
+        one = self.mesh.teams > 1  # every rank makes the same number of forward passes
         packed = cut_packed(batch, max_tokens, packer, same_rows=same_rows, one_block=one)
         return packed if self.pack or saves(packed, padded, packer) else padded
 

@@ -39,7 +39,7 @@ def shard(policy: Policy, adapter: Adapter, mesh: Mesh, *, offload: bool = False
     mesh.kind = policy.device.type
     beside = [s for s in adapter.slots.values() if not s.replaces]
     settings: dict[str, Any] = {
-        "mesh": mesh.devices if mesh.size > mesh.shard else mesh.devices["shard"],
+        "mesh": mesh.devices["replicate", "shard"] if mesh.teams > mesh.shard else mesh.devices["shard"],
         "ignored_params": {p for slot in beside for p in slot.parameters()},
         "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
     }

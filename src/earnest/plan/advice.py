@@ -72,7 +72,12 @@ def plan(
     the task or the data."""
     if config.engine.kind != "local":
         raise ConfigError("engine.kind: a service plans its own memory; set engine.kind=local to plan a run here.")
-    if (ranks := config.engine.shard * config.engine.replicate) > device.count:
+    if config.engine.tensor > 1:
+        raise ConfigError(
+            "engine.tensor: the memory of layers that ranks share is not predicted; plan with engine.shard instead, "
+            "which holds as many of the weights between steps."
+        )
+    if (ranks := config.engine.ranks) > device.count:
         raise ConfigError(
             f"engine.shard × engine.replicate is {ranks}, and there are {device.count} devices; give --count {ranks}, "
             "or lower them."
@@ -202,7 +207,7 @@ def _options(work: Workload, device: Device) -> list[Option]:
         return ({"eval.prompts": max(1, work.rows // c.eval.samples)} if many else {}), "a less exact evaluation"
 
     def shard(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        more = device.count > c.engine.shard * c.engine.replicate or c.engine.replicate > 1
+        more = device.count > c.engine.ranks or c.engine.replicate > 1
         new = {"engine.shard": device.count, "engine.replicate": 1}
         return (new if more else {}), "the weights are sent twice per micro-batch"
 

@@ -78,25 +78,31 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
     logits = vocabulary_bytes(shape, objective, layout.tokens, device)
     held = 0 if engine.offload else -(-base // engine.shard)
     gathered = 0 if engine.shard == 1 else base - sum(shape.block_bytes) + 2 * max(shape.block_bytes)
+    passing = 0  # gradients of layers whose sum over the ranks is not a shard yet
+    own, averages = trained, _averages(config, trained)
+    if engine.shard > 1 and shape.adapter.replaces:  # offsets, gradients and moments are sharded like the base
+        gathered += trained - sum(shape.block_trained) + 2 * max(shape.block_trained)
+        passing = trained - sum(shape.block_trained) + 2 * max(shape.block_trained)
+        own, adapter = (-(-size // engine.shard) for size in (trained, adapter))
     always = {
         "weights": held,
         "adapter": adapter,
-        "optimizer": round(optimizer_bytes(config.optimizer.build()) * trained / 4) + _averages(config, trained),
+        "optimizer": round(optimizer_bytes(config.optimizer.build()) * own / 4) + averages,
         "teacher": work.teacher_bytes,
     }
     moments = {
         "train": always
         | {
             "gathered weights": gathered,
-            "gradients": trained,
+            "gradients": own + passing,
             "activations": traced.kept,
             "logits": logits,
             "temporary": max(0, traced.peak - fresh - traced.kept - logits),
         },
-        "update": always | {"gradients": trained, "copy of the parameters": trained},
+        "update": always | {"gradients": own, "copy of the parameters": own},
     }
     if work.samples_here:
-        moments["sample"] = always | _sampling(shape, config, work, base)
+        moments["sample"] = always | _sampling(shape, config, work, base + (trained if own < trained else 0))
     moments = {m: {part: size for part, size in parts.items() if size} for m, parts in moments.items()}
     return Memory(moments, tuple(layout.largest), layout.packed)
 
@@ -122,7 +128,7 @@ def vocabulary_bytes(shape: Shape, objective: Objective, tokens: int, device: De
 
 
 def _sampling(shape: Shape, config: RunConfig, work: Workload, base: int) -> dict[str, int]:
-    rows, prompts = work.sampled(SLOTS, config.engine.shard * config.engine.replicate)
+    rows, prompts = work.sampled(SLOTS, config.engine.ranks)
     # A row's buffer has room for the prompt and FIRST_ROOM tokens, and doubles when it is full.
     room = first = work.prompt + min(work.completion, FIRST_ROOM)
     while room < work.prompt + work.completion:

@@ -42,7 +42,7 @@ def paper(
 ) -> Paper:
     """Estimate a step at the given speed (TFLOP/s) and bandwidth (bytes/s); a real step is slower."""
     engine, layout = config.engine, work.layout(shape, config, device)
-    ranks = engine.shard * engine.replicate
+    ranks = engine.ranks
     used = active_weights(shape)
     trains_weights = shape.adapter.replaces
     passes = 2 + 2 + (2 if trains_weights else 0) + (2 if engine.checkpoint_activations else 0)
@@ -51,7 +51,10 @@ def paper(
     base, trained = bytes_of(shape.weights), bytes_of(shape.adapter.parameters())
     share = (engine.shard - 1) / engine.shard
     gathers = layout.count * (2 + len(reads)) + (1 if work.samples_here else 0)
-    sent = round(base * share * gathers + 2 * trained * (ranks - 1) / ranks)
+    summed = 2 * trained * (ranks - 1) / ranks  # an all-reduce of whole gradients
+    if trains_weights and engine.shard > 1:  # offsets are gathered with the base; gradients become shards
+        summed = trained * share * (gathers + layout.count)
+    sent = round(base * share * gathers + summed)
     rows = -(-work.rows // ranks) if work.samples_here else 0
     decode = max(rows * used * 2 / (tflops * 1e12), base / MEMORY_BANDWIDTH if rows else 0.0)
     return Paper(

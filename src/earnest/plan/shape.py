@@ -84,6 +84,7 @@ class Shape:
             self.adapter = mounted_empty(
                 model, adapter.build(), adapter.targets, adapter.layers, adapter.modules_to_save
             )
+            self.block_trained = [bytes_of([p for p in b.parameters() if p.requires_grad]) for b in self.blocks]
 
     @property
     def vocabulary(self) -> int:

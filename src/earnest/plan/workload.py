@@ -66,7 +66,7 @@ class Workload:
 
     def layout(self, shape: Shape, config: RunConfig, device: object) -> BatchLayout:
         """Cut the rows of one rank into micro-batches, packed or padded, as the engine does."""
-        ranks = config.engine.shard * config.engine.replicate
+        ranks = config.engine.ranks
         batch = self.batch(-(-self.groups // ranks) if self.groups >= ranks else 1)
         padded = micro.cut(batch, config.micro_tokens)
         parts, packed = padded, False

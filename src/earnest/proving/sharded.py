@@ -1,9 +1,12 @@
 """Law SH: the ranks of a mesh together compute the gradient that one rank computes from the whole batch.
 
-rows        every active token of the batch is computed by exactly one rank
+rows        every active token of the batch is in the loss of exactly one rank
 gradient    the sum over the ranks is the gradient that each rank computes from all rows by itself
 norm        the norm that is clipped is that of this gradient
 random      the ranks draw different random numbers (dropout)
+
+With tensor parallelism a rank that computes by itself gathers the weight of each layer for its product, so the second
+gradient does not depend on the exchanges within a team.
 
 The other laws of the audit need whole parameters, so they are checked in one process. For sharded parameters, law SH
 also checks that the optimizer owns each of them once, that each gets a gradient, and that each moves.
@@ -58,13 +61,14 @@ def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[F
         apart <= room,
         "The ranks' gradients are not summed, are averaged, or are clipped one by one, or rows are repeated.",
     )
-    different = len(set(mesh.gathered(tuple(states))))
+    streams = mesh.gathered(tuple(states))
+    different = len(set(streams))
     yield _finding(
         "the ranks' random numbers",
         f"{different} different streams on {mesh.size} ranks",
-        f"{mesh.size}",
-        different == mesh.size,
-        "Ranks draw the same numbers, so dropout removes the same units from different rows.",
+        f"{mesh.teams}" + ("" if mesh.tensor == 1 else f", one for each team of {mesh.tensor}"),
+        different == mesh.teams and len(set(streams[:: mesh.tensor])) == mesh.teams,
+        "Ranks with different rows draw the same numbers, so dropout removes the same units from them.",
     )
     before = [p.detach().clone() for p in engine.parameters]
     for p, gradient in zip(engine.parameters, together, strict=True):

@@ -67,7 +67,7 @@ def step_of(
 
     def student(model: nn.Module, changed: Data) -> Tensor:
         rows = _batch(batch, changed)
-        states = _policy(engine, model).hidden(rows.inputs)
+        states = _hidden(engine, model, rows)
         form = batch.teacher.distribution if batch.teacher is not None else None
         return _policy(engine, model).head.logits(states) if isinstance(form, FullLogits) else states
 
@@ -263,8 +263,14 @@ def _policy(engine: LocalEngine, model: nn.Module) -> Policy:
     return engine.policy if model is engine.policy.model else replace(engine.policy, model=model)
 
 
+def _hidden(engine: LocalEngine, model: nn.Module, rows: Batch) -> Tensor:
+    """The hidden states with this rank's own graph: the audit differentiates this loss without the engine."""
+    with engine.whole_layers():
+        return _policy(engine, model).hidden(rows.inputs)
+
+
 def _fields(engine: LocalEngine, model: nn.Module, rows: Batch, needs: Any) -> dict[Any, Any]:
     policy = _policy(engine, model)
-    hidden = policy.hidden(rows.inputs)[rows.row, rows.position]
+    hidden = _hidden(engine, model, rows)[rows.row, rows.position]
     wanted = [n for n in needs if not isinstance(n, SpectralNorm)]
     return dict(vocabulary_scalars(hidden, policy.head, rows, wanted)) if wanted else {}

@@ -33,7 +33,7 @@ from earnest_audit import Verdict
 FROM_PYTHON = "python"
 """The name that stands for the recipe in a run that ``en.train`` started."""
 
-MAY_CHANGE = re.compile(r"steps|engine\.(shard|replicate)|task\..*\bmax_(calls|tokens)")
+MAY_CHANGE = re.compile(r"steps|engine\.(shard|replicate|tensor)|task\..*\bmax_(calls|tokens)")
 """Keys that a resumed run may change."""
 
 C = TypeVar("C", bound=LoopConfig)

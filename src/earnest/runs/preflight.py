@@ -22,6 +22,11 @@ def preflight(setup: Setup) -> None:
     require_installed(config.loggers)
     setup.engine.plan(1, config.updates)  # raises where the schedule does not fit into the run
     for one in (task, *setup.further):
+        if is_environment(one) and setup.mesh.tensor > 1:
+            raise ConfigError(
+                f"engine.tensor: the order in which turns of {one.name} are sampled differs between ranks, and the "
+                "ranks of a team sample together; set engine.tensor=1."
+            )
         if is_environment(one) and one.tools:
             check_tools(policy)
     if is_environment(task) and setup.samplers is not None and setup.samplers.partial != "finish":

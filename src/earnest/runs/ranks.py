@@ -10,30 +10,42 @@ import os
 import shutil
 import sys
 import tempfile
+from datetime import timedelta
 from pathlib import Path
 
 from rich.console import Console
 
 from earnest.config import RunConfig
-from earnest.engines.mesh import Mesh
+from earnest.engines.mesh import PATIENCE, Mesh
 from earnest.errors import ConfigError
 
 
+def check(config: RunConfig) -> None:
+    """Raise if a setting is not supported with several ranks."""
+    engine, guard = config.engine, config.guard
+    for key, used, what, way in (
+        ("engine.kind", engine.kind != "local", "several ranks", "shard"),
+        ("sampler", config.sampler is not None, "several ranks", "shard"),
+        ("sampling.workers", config.sampling.workers > 0, "several ranks", "shard"),
+        ("adapter.modules_to_save", bool(config.adapter.modules_to_save), "several ranks", "shard"),
+        ("adapter.kind", _sharded_parameters(config), "replicas that share differences of whole tensors", "shard"),
+        ("guard.refresh", engine.tensor > 1 and guard is not None and guard.refresh > 0, "split layers", "tensor"),
+    ):
+        if engine.ranks > 1 and used:
+            raise ConfigError(f"{key}: is not supported with {what}; set engine.{way}=1, or leave it out.")
+
+
+def _sharded_parameters(config: RunConfig) -> bool:
+    """Whether a replica would have only shards of what it trains."""
+    return config.replicated and config.engine.shard > 1 and config.adapter.kind == "full"
+
+
 def join(config: RunConfig) -> Mesh:
-    """The mesh of this run. Settings that it does not support yet are refused."""
+    """The mesh of this run, or of this replica. Settings that it does not support are refused."""
+    check(config)
     engine = config.engine
-    if engine.shard * engine.replicate > 1:
-        for key, used in (
-            ("engine.kind", engine.kind != "local"),
-            ("sampler", config.sampler is not None),
-            ("sampling.workers", config.sampling.workers > 0),
-            ("replicas", config.replicated),
-            ("adapter.kind", config.adapter.kind == "full"),
-            ("adapter.modules_to_save", bool(config.adapter.modules_to_save)),
-        ):
-            if used:
-                raise ConfigError(f"{key}: is not supported with several ranks; set engine.shard=1, or leave it out.")
-    return Mesh.start(engine.shard, engine.replicate)
+    patience = PATIENCE + timedelta(seconds=config.sync.timeout if config.replicated else 0)
+    return Mesh.start(engine.shard, engine.replicate, engine.tensor, patience)
 
 
 def _rank() -> int:

@@ -120,22 +120,23 @@ class EMATeacher:
         with ExitStack() as stack:
             for path, slot in self.adapter.slots.items():
                 if not slot.replaces:
-                    stack.callback(slot.layer.module.register_forward_hook(self._hook(path)).remove)
+                    stack.callback(slot.layer.module.register_forward_hook(self._hook(path, slot.layer.split)).remove)
             for slot in (*self.adapter.slots.values(), *self.adapter.mirrors):
                 if slot.replaces:
                     slot.average = {name: offsets[id(tensor)] for name, tensor in slot.tensors.items()}
                     stack.callback(setattr, slot, "average", None)
             yield
 
-    def _hook(self, path: str) -> Any:
+    def _hook(self, path: str, split: Any) -> Any:
         def add(_: Any, args: tuple[Any, ...], output: Tensor) -> Tensor:
             x = args[0]
             if self.dense:
-                change = torch.nn.functional.linear(x, self.state[f"{path}.weight"].to(x.dtype))
+                weight = self.state[f"{path}.weight"].to(x.dtype)
+                change = torch.nn.functional.linear(x, weight) if split is None else split.change(x, weight)
                 bias = self.state.get(f"{path}.bias")
                 return output + change + (0 if bias is None else bias.to(x.dtype))
             left, right = (self.state[f"{path}.{side}"].to(x.dtype) for side in ("left", "right"))
-            return output + x @ right.T @ left.T
+            return output + (x @ right.T @ left.T if split is None else split.change(x, left @ right))
 
         return add
 

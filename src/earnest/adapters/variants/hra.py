@@ -51,6 +51,7 @@ class HRA(Variant):
     equation = "y = W (∏ᵢ I − 2ûᵢûᵢᵀ) x + b"
     lr = 1e-3
     lr_source = "an angle: ‖u‖ = 1 at initialization, so one AdamW step turns u by about lr·√n"
+    reads_base = True
     examples: ClassVar = {"hra": {"rank": 4}}
 
     def check(self, layer: Layer) -> None:

@@ -40,7 +40,9 @@ class Job:
     samplers: int = 0
     """Ray actors that each replica samples with: a Ray that is started for the run has room for them, too."""
     gpu: bool | None = False
-    """Whether each replica gets a GPU of its own. None: it does where there are GPUs."""
+    """Whether each rank of a replica gets a GPU of its own. None: it does where there are GPUs."""
+    ranks: int = 1
+    """The processes of a replica, which it starts itself."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Settings that name files of this machine: recipe key → path."""
 
@@ -63,8 +65,9 @@ class Exit:
     detail: str = ""
 
 
-def gpu_variables(gpu: bool | None, number: int) -> dict[str, str]:
-    """CUDA_VISIBLE_DEVICES of the replica with this number on this machine: one of the visible GPUs, in turn."""
+def gpu_variables(gpu: bool | None, number: int, ranks: int = 1) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES of the replica with this number on this machine: one of the visible GPUs for each of its
+    ranks, in turn."""
     if gpu is False:
         return {}
     import torch
@@ -73,7 +76,8 @@ def gpu_variables(gpu: bool | None, number: int) -> dict[str, str]:
         return {}
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
-    return {"CUDA_VISIBLE_DEVICES": devices[number % len(devices)]} if devices else {}
+    own = [devices[i % len(devices)] for i in range(number * ranks, (number + 1) * ranks) if devices]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
 
 
 class Executor(Protocol):

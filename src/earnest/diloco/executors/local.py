@@ -72,10 +72,10 @@ class LocalExecutor:
         return [sys.executable, "-m", "earnest.cli", *job.words(replica)]
 
     def _own(self, job: Job, replica: int) -> dict[str, str]:
-        threads = max(1, (os.cpu_count() or 1) // job.replicas)
+        threads = max(1, (os.cpu_count() or 1) // (job.replicas * job.ranks))
         return {
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads)),
-            **gpu_variables(job.gpu, replica),
+            **gpu_variables(job.gpu, replica, job.ranks),
             **job.env,
         }
 

@@ -66,7 +66,7 @@ class MonarchExecutor:
         for i in range(job.replicas):
             # The GPUs of another host are known there only.
             gpu = {"gpu": self._number(i)} if self.hosts and job.gpu is not False else {}
-            env = {**({} if self.hosts else gpu_variables(job.gpu, i)), **job.env}
+            env = {**({} if self.hosts else gpu_variables(job.gpu, i, job.ranks)), **job.env}
             shown.append({"host": self._place(i), "procs": 1, **gpu, "command": job.command(i), "env": env})
         return shown
 
@@ -80,7 +80,7 @@ class MonarchExecutor:
         procs = host.spawn_procs(per_host={"procs": 1}, name=f"replica_{replica}_{attempt}")
         actor = procs.spawn(f"worker_{replica}_{attempt}", worker)
         try:
-            _one(actor.begin.call_one(job.words(replica), dict(job.env), job.gpu, self._number(replica)))
+            _one(actor.begin.call_one(job.words(replica), dict(job.env), job.gpu, self._number(replica), job.ranks))
         except Exception as error:  # ActorError, SupervisionError, a timeout: all mean that nothing runs
             raise ExecutorError(
                 f"--on monarch: replica {replica} was not started on {self._place(replica)}: {error}"

@@ -115,14 +115,15 @@ class RayExecutor:
 
 
 def _gpus(job: Job, there: float | None) -> dict[str, Any]:
-    """The GPUs that one replica requests: one, or with device auto an equal share of those ``there``.
+    """The GPUs that one replica requests: one for each of its ranks, or for one rank with device auto an equal share of
+    those ``there``.
 
     None: of a cluster that is not connected, their number is not known.
     """
     if job.gpu is False or (job.gpu is None and there == 0):
         return {}
-    if job.gpu:
-        return {"num_gpus": 1}
+    if job.gpu or job.ranks > 1:
+        return {"num_gpus": job.ranks}
     return {"num_gpus": "1 or less, if there are any" if there is None else 1 / math.ceil(job.replicas / there)}
 
 
