@@ -120,7 +120,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "turns.credit": [("turn",)],
     "turns.discount": [(0.9,)],
     "turns.at_once": [(8,)],
-    "turns.hint": [("Try again.",)],
+    "turns.hint": [("Try again: {hint}",), ("Try again.", "no place for the feedback")],
     "turns.teach": [("onward",)],
     "engine.pack": [(False, "engine.pack: with engine.kind tinker"), (None,)],
     "engine.shard": [(2, "engine.shard: with engine.kind tinker"), (1,)],
@@ -180,6 +180,8 @@ def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
             yield from (f"{prefix}{f.name}" for f in dataclasses.fields(kind))
         elif name not in whole and isinstance(inner, type) and issubclass(inner, BaseModel):
             yield from _fields(inner, f"{name}.")
+        elif dataclasses.is_dataclass(inner):
+            yield from (f"{name}.{f.name}" for f in dataclasses.fields(inner))
         else:
             yield f"{prefix}{field.alias or name}"
 
