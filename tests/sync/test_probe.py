@@ -70,18 +70,18 @@ def test_log_probs_at_the_bound_are_truncated_ones() -> None:
 
 
 def test_the_spread_of_equal_pairs_is_that_of_independent_draws() -> None:
-    """Uniform over 4 tokens, 16 draws: 120 pairs, of which 30 are equal; pairs with a common draw are independent
-    there, so the variance is 120 · 3/16.
+    """Uniform over 2 tokens, 16 draws: 120 pairs, of which 60 are equal; pairs with a common draw are independent
+    there, so the variance is 120 / 4.
     """
     session: Any = SimpleNamespace(
         prompts=[(1,)],
         spec=lambda **_: None,
-        ask=lambda _, n: [SimpleNamespace(tokens=(i % 4,)) for i in range(n)],
-        logits=lambda *_: torch.zeros(1, 4),
+        ask=lambda _, n: [SimpleNamespace(tokens=(i % 2,)) for i in range(n)],
+        logits=lambda *_: torch.zeros(1, 2),
         finding=lambda law, measured, expected, holds, meaning: (measured, expected, holds),
     )
     ((measured, expected, _),) = independent(session)
-    assert measured.startswith("24 pairs") and expected.startswith("30 ± 5;")
+    assert measured.startswith("56 pairs") and expected.startswith("60 ± 5;")
 
 
 def test_whole_weights_that_are_not_there_any_more_are_a_lost_sampler(tmp_path: Path) -> None:
