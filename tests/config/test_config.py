@@ -163,6 +163,11 @@ def test_a_file_that_is_no_recipe(content: str, says: str, tmp_path: Path) -> No
         load(str(path))
 
 
+def test_the_place_of_a_mistake_is_counted_from_one() -> None:
+    with pytest.raises(ConfigError, match="at line 2, column 7: mapping values"):
+        text.parse("model: nano\n  task: sort\n", "recipe")
+
+
 @pytest.mark.parametrize(
     ("recipe", "says"),
     [

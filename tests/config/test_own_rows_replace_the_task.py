@@ -30,6 +30,8 @@ def test_the_recipes_task_goes_where_no_term_samples_its_prompts(rows: str) -> N
 
 def test_graded_rows_are_the_task(rows: str) -> None:
     assert task_of("quickstart", f"data.train={rows}", "grade=exact") == "graded"
+    task = config.load("quickstart", [f"data.train={rows}", "grade=exact"])[1].task
+    assert task is not None and task.fields["grade"] == "exact" and task.fields["train"] == rows
 
 
 def test_a_task_stays_where_it_is_given_or_sampled(rows: str) -> None:
