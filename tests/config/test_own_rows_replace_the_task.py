@@ -26,6 +26,7 @@ def test_the_recipes_task_goes_where_no_term_samples_its_prompts(rows: str) -> N
     assert task_of("sft", f"data={rows}") is None
     assert task_of("sft", f"data.train={rows}", "data.heldout=0.2") is None
     assert task_of("prefer", f"data={rows}") is None
+    assert task_of("quickstart", f"data={rows}", "objective=[{kind: distill}]") is None, "it reads rows of any role"
 
 
 def test_graded_rows_are_the_task(rows: str) -> None:
