@@ -20,6 +20,7 @@ from rich.console import Console
 
 from earnest import runs
 from earnest.config import RunConfig, load_file
+from earnest.config.replicas import plan
 from earnest.diloco.executors.base import (
     EXECUTORS,
     ExecutorError,
@@ -366,6 +367,10 @@ def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, m
 def test_settings_are_checked_before_anything_starts(words: list[str], says: str, make: Make) -> None:
     with pytest.raises(ConfigError, match=says):
         make(*words)
+
+
+def test_half_of_the_replicas_are_a_quorum_by_default(make: Make) -> None:
+    assert [plan(make(f"replicas={n}")).quorum for n in (2, 3, 4, 5)] == [1, 2, 2, 3]
 
 
 def test_every_setting_of_sync_is_read(make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
