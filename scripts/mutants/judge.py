@@ -34,6 +34,8 @@ from scripts.mutants.wiring import WIRING
 from scripts.pins import ROOT
 
 OUT = ROOT / "benchmarks/results/mutation/packages"
+EQUIVALENT = OUT / "equivalent.json"
+"""Key → why no test can detect this mutant. Written by hand."""
 MOST = 40  # tests for one mutant
 STUCK = 180.0
 FORMULAS = tuple(
@@ -166,6 +168,7 @@ def judge(package: str, each: int, room: float, copy: Path, measured: dict[str, 
     out = OUT / f"{package}.jsonl"
     out.parent.mkdir(parents=True, exist_ok=True)
     known = {r["key"]: r for r in map(json.loads, out.read_text().splitlines())} if out.exists() else {}
+    equivalent = json.loads(EQUIVALENT.read_text()) if EQUIVALENT.exists() else {}
     failures: set[str] = set()
     for file, change in plan(package, each):
         tree = ast.parse((ROOT / file).read_text())
@@ -174,7 +177,8 @@ def judge(package: str, each: int, room: float, copy: Path, measured: dict[str, 
         all_tests = executing(measured, file, tree, change.line)
         tests = within(all_tests, measured["seconds"], room)
         old = known.get(key)
-        if old is not None and not (again and old["fate"] in ("survived", "no tests") and all_tests):
+        alive = old is not None and old["fate"] in ("survived", "no tests") and key not in equivalent
+        if old is not None and not (again and alive and all_tests):
             continue
         fate, failed = "no tests", ""
         if tests:

@@ -7,10 +7,7 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from scripts.mutants.judge import OUT
-
-EQUIVALENT = OUT / "equivalent.json"
-"""Key → why no test can detect this mutant. Written by hand."""
+from scripts.mutants.judge import EQUIVALENT, OUT
 
 
 def results(folder: Path = OUT) -> dict[str, list[dict[str, str]]]:
