@@ -47,7 +47,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         yield LAW.not_applicable(step.name, f"the model cannot be copied ({type(error).__name__})")
         return
     yield from map(_fair(probe), _compare(probe, shadow, "the batch", *_as_it_is(probe)))
-    if not probe.afford(3, keep=0):
+    if not probe.afford(7 / 3 if step.logprobs is None else 3, keep=0):  # two gradients, and looks at the log-probs
         yield LAW.not_applicable("confident outputs", "the budget is spent")
         return
     state = _confident(probe)
