@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import copy
 import io
 import itertools
 import json
@@ -24,7 +23,6 @@ import logging
 import os
 import subprocess
 import sys
-import tempfile
 import time
 import venv
 import warnings
@@ -40,6 +38,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the corpus is the tests' own
 
+from benchmarks.peers_machinery import accumulates, merged, resumes, survives, synced
 from earnest_audit import Accumulation, Merge, MergedLayer, Resume, RoundTrip, Step, WeightSync, audit
 from tests.audit.blind2026 import CASES, RIGHT
 from tests.audit.corpus import losses, machinery, policy
@@ -127,17 +126,29 @@ def guardtower(thing: Any) -> Found:
 
 
 def torchtest2(thing: Any) -> Found:
+    """Ids and masks are the inputs, as integers; real-valued tensors are the targets: of an input, every feature has to
+    matter, which is not so for the log-probs of padding."""
     tool = import_module("torchtest2")
     step = a_step(thing)
+    tensors = tensors_of(step)
+    masks = {k for k, t in tensors.items() if t.is_floating_point() and bool(((t == 0) | (t == 1)).all())}
+    inputs = {k: t.long() if k in masks else t for k, t in tensors.items() if k in masks or not t.is_floating_point()}
+    rest = {k: t for k, t in tensors.items() if k not in inputs}
+
+    def run(model: nn.Module, given: Mapping[str, Tensor], _targets: Any = None) -> Any:
+        return model(**{k: t.to(tensors[k].dtype) for k, t in given.items()}, **rest)
+
     can_reach_zero = step.kind == "sft"  # a policy gradient and a preference loss have no floor that a batch reaches
     report = tool.check_model(
         Whole(step, outputs=True),
-        tensors_of(step),
+        inputs,
         optimizer=optimizer_of(step),
         overfit_steps=200 if can_reach_zero else 0,
         overfit_ratio=0.5,
+        forward_fn=run,
+        eval_forward_fn=run,
     )
-    return [r.name for r in report.failures], [r.name for r in report.warnings], 5
+    return [r.name for r in report.failures], [r.name for r in report.warnings], 7
 
 
 def torch_audit(thing: Any) -> Found:
@@ -203,7 +214,8 @@ def pytest_torch(thing: Any) -> Found:
         if ids and attention:
             keys = {"ids_key": ids, "mask_key": attention}
             checks.append(("mask invariant", lambda: pt.assert_mask_invariant(whole, inputs, **keys)))
-            checks.append(("padding invariant", lambda: pt.assert_padding_invariant(whole, inputs, **keys)))
+            if "labels" not in thing.roles:  # it would pad them with a token's id
+                checks.append(("padding invariant", lambda: pt.assert_padding_invariant(whole, inputs, **keys)))
         for name, path in thing.paths.items():
             other = lambda p=path: p(thing.model, thing.batch, **thing.knobs)  # noqa: E731
             checks.append((f"path {name}", lambda o=other: pt.assert_outputs_close(o(), whole()["loss"])))
@@ -233,84 +245,6 @@ def pytest_torch(thing: Any) -> Found:
         except (ValueError, RuntimeError, IndexError, KeyError, TypeError) as error:
             logging.info("%s does not apply: %s", name, error)
     return failed, [], 3 + len(checks)
-
-
-def accumulates(pt: Any, thing: Accumulation) -> None:
-    def make_setup() -> Any:
-        model = copy.deepcopy(thing.model)
-        return pt.TrainingSetup(model, torch.optim.SGD(model.parameters(), lr=0.1))
-
-    def make_step(pieces: int) -> Callable[[Any, Any], Tensor]:
-        kept: list[Any] = []
-
-        def step(setup: Any, batch: Any) -> Tensor:
-            kept.append(batch)
-            if len(kept) == pieces:
-                thing.accumulate(setup.model, list(kept))
-                kept.clear()
-                setup.optimizer.step()
-                setup.optimizer.zero_grad()
-            return torch.zeros(())
-
-        return step
-
-    def split(batch: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
-        rows = len(next(iter(batch.values())))
-        cuts = [*range(n), rows]
-        return [{k: v[a:b] for k, v in batch.items()} for a, b in itertools.pairwise(cuts)]
-
-    pt.assert_accumulation_equivalent(make_setup, dict(thing.batch), make_step, accumulation_steps=2, split=split)
-
-
-class Held(nn.Module):
-    """A run as a module whose state is the run's own."""
-
-    def __init__(self, thing: Resume) -> None:
-        super().__init__()
-        self.thing, self.x = [thing], [thing.make()]
-        self.anchor = nn.Parameter(torch.zeros(1))
-
-    def state_dict(self, *args: Any, **more: Any) -> dict[str, Any]:
-        return {"state": self.thing[0].state(self.x[0]).detach().clone()}
-
-
-def resumes(pt: Any, thing: Resume) -> None:
-    def make_setup() -> Any:
-        held = Held(thing)
-        return pt.TrainingSetup(held, torch.optim.SGD([held.anchor], lr=0.0))
-
-    def step(setup: Any, _batch: Any) -> Tensor:
-        seen = thing.run(setup.model.x[0], 1)
-        return torch.tensor(float(sum(hash(str(s)) % 9973 for s in seen)))
-
-    def load(setup: Any, path: Path) -> None:
-        setup.model.x[0] = thing.load(setup.model.x[0], path.parent) or setup.model.x[0]
-
-    pt.assert_resume_equivalent(
-        make_setup, [0], step, steps=2 * thing.steps, save=lambda s, path: thing.save(s.model.x[0], path.parent),
-        load=load,
-    )  # fmt: skip
-
-
-def survives(pt: Any, thing: RoundTrip) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        x, fresh = thing.make(), thing.make()
-        thing.perturb(x)
-        thing.save(x, Path(folder))
-        fresh = thing.load(fresh, Path(folder)) or fresh
-        pt.assert_outputs_close(thing.outputs(fresh), thing.outputs(x))
-
-
-def synced(pt: Any, thing: WeightSync) -> None:
-    thing.perturb()
-    thing.push()
-    pt.assert_outputs_close(thing.sampler(), thing.trainer())
-
-
-def merged(pt: Any, thing: MergedLayer) -> None:
-    before = thing.outputs()
-    thing.merge()
-    pt.assert_outputs_close(thing.outputs(), before)
 
 
 TOOLS: dict[str, tuple[Callable[[Any], Found], str]] = {
@@ -355,10 +289,8 @@ def environment(name: str, packages: Sequence[str] = (), dependencies: bool = Fa
         venv.create(folder, with_pip=True)
         own = folder / "lib" / f"python3.{sys.version_info.minor}" / "site-packages"
         (own / "shared.pth").write_text(f"{Path(torch.__file__).parents[1]}\n")
-    limits = [] if dependencies else ["--no-deps"]
-    subprocess.run(
-        [python, "-m", "pip", "install", "-q", *limits, "-c", ROOT / "constraints.txt", *packages], check=True
-    )
+    limits = ["-c", ROOT / "constraints.txt"] if dependencies else ["--no-deps"]  # neither replaces torch
+    subprocess.run([python, "-m", "pip", "install", "-q", *limits, *packages], check=True)
     return python
 
 

@@ -39,8 +39,9 @@ Named = Iterator[tuple[str, Callable[[], Any]]]
 LIBRARIES: dict[str, tuple[Callable[[], Named], str, tuple[str, ...]]] = {
     "peft": (peft, "peft", ()),
     "prime-rl": (prime_rl, "", ()),
-    "tinker-cookbook": (tinker_cookbook, "tinker-cookbook", ("tinker-cookbook", "tinker", "chz", "blobfile")),
-    "torchtune": (torchtune, "torchtune", ("torchtune", "torchao", "omegaconf", "antlr4-python3-runtime==4.9.*",
+    "tinker-cookbook": (tinker_cookbook, "tinker-cookbook", ("tinker-cookbook", "tinker", "chz", "blobfile", "lxml",
+                                                             "termcolor")),
+    "torchtune": (torchtune, "torchtune", ("torchtune", "torchao==0.11.0", "omegaconf", "antlr4-python3-runtime==4.9.*",
                                            "blobfile", "kagglehub", "sentencepiece", "tiktoken")),
     "trl": (trl, "trl", ()),
     "verl": (verl, "verl", ("verl", "tensordict", "omegaconf", "antlr4-python3-runtime==4.9.*", "codetiming", "pyvers",

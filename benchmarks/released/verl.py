@@ -21,7 +21,8 @@ COMMON = {"strategy": "fsdp", "rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1,
 def verl() -> Named:
     algos = import_module("verl.trainer.ppo.core_algos")
     actor = import_module("verl.workers.config").ActorConfig
-    config = actor(**COMMON, clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28)
+    penalty = import_module("verl.workers.config").PolicyLossConfig(dro_beta=0.1)
+    config = actor(**COMMON, clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.28, policy_loss=penalty)
     clip = {"clip_ratio_low": Setting(0.2, "clip"), "clip_ratio_high": Setting(0.28, "clip high")}
     dual = {**clip, "clip_ratio_c": Setting(3.0, "bound")}
     fraction = {"actor/pg_clipfrac": Metric(low=0.0, high=1.0)}
@@ -53,7 +54,9 @@ def verl() -> Named:
             else:
                 yield (
                     f"policy loss {name}, {mode}",
-                    lambda f=loss, m=mode, d=more: verl_step(f, config=config, loss_agg_mode=m, **d),
+                    lambda f=loss, m=mode, d=more, n=name: without_behaviour(
+                        verl_step(f, config=config, loss_agg_mode=m, **d), n == "gpg"
+                    ),
                 )
         yield f"micro-batches of {name}", lambda n=name: micro_batches(algos, actor, n)
 
@@ -92,13 +95,21 @@ def verl() -> Named:
         yield f"kl penalty {kind}", lambda k=kind: penalty_step(algos, k)
 
 
+def without_behaviour(step: Step, reinforce: bool) -> Step:
+    """REINFORCE reads no behaviour log-probs, by design."""
+    if reinforce:
+        step.roles = {r: k for r, k in step.roles.items() if r != "behaviour"}
+    return step
+
+
 def micro_batches(algos: Any, actor: Any, name: str) -> Accumulation:
     """One mini-batch in pieces, each with the numbers of the whole mini-batch, as verl's ppo_loss hands them over."""
     step = verl_step(lambda *_: None)
     batch = {**step.batch, "advantages": step.batch["advantages"]}
 
     def accumulate(model: nn.Module, pieces: Sequence[Mapping[str, Any]]) -> None:
-        config = actor(**COMMON, clip_ratio=0.2)
+        penalty = import_module("verl.workers.config").PolicyLossConfig(dro_beta=0.1)
+        config = actor(**COMMON, clip_ratio=0.2, policy_loss=penalty)
         config.global_batch_info["dp_size"] = 1
         config.global_batch_info["batch_num_tokens"] = float(sum(p["mask"].sum() for p in pieces))
         config.global_batch_info["global_batch_size"] = sum(len(p["mask"]) for p in pieces)
@@ -127,8 +138,9 @@ def penalty_step(algos: Any, kind: str) -> Step:
 
     step = prime_step(lambda *_: None, reference=True)
     low = None if kind == "k1" else 0.0
+    roles = {r: k for r, k in step.roles.items() if r != "behaviour"}  # the policy term here is REINFORCE
     return Step(
-        model=step.model, loss=loss, batch=step.batch, roles={**step.roles}, settings={"coef": Setting(0.1, "weight")},
+        model=step.model, loss=loss, batch=step.batch, roles=roles, settings={"coef": Setting(0.1, "weight")},
         metrics={"kl": Metric(low=low, weight="coef")}, optimizer=step.optimizer, logprobs=step.logprobs,
         value_is_loss=False,
     )  # fmt: skip
