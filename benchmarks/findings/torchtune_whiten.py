@@ -20,7 +20,7 @@ def centred(x: torch.Tensor) -> torch.Tensor:
 broken = audit(AdvantageEstimator(lambda rewards, groups: whiten(rewards), "free", over="batch"))
 fixed = audit(AdvantageEstimator(lambda rewards, groups: centred(rewards), "free", over="batch"))
 print(broken)
-assert {f.subject for f in broken.failures} >= {"shift", "zero sum"}, broken.failures
+assert "shift of all rewards" in {f.subject for f in broken.failures}
 assert not fixed.failures, fixed
 
 # By hand: all rewards far below 0, values 0. Every advantage should be around 0; all of them are negative.
