@@ -49,8 +49,8 @@ from earnest.tasks import Environment, Prompt, PromptStream, is_environment
 from earnest.tasks.tool_environment import ToolEnvironment
 
 OWN, VERIFIERS = ("calculator", "lookup", "fix"), ("verifiers/shop_prices", "verifiers/alphabet_sort")
-WARM = {"calculator": 40, "lookup": 16, "fix": 40, "verifiers/shop_prices": 16, "verifiers/alphabet_sort": 40}
-WARM_LR = {"lookup": 4e-4, "verifiers/shop_prices": 4e-4}
+WARM = {"calculator": 40, "lookup": 16, "fix": 40, "verifiers/shop_prices": 4, "verifiers/alphabet_sort": 40}
+WARM_LR = {"lookup": 4e-4, "verifiers/shop_prices": 2e-4}
 """The learning rate of the warm start, where it is not 1.5e-3. nano already calls the tool for every item; at a higher
 rate it forgets to copy the names of items that no demonstration asks about, which are the held-out ones."""
 LENGTH = {"verifiers/alphabet_sort": 64}
