@@ -221,15 +221,6 @@ def start(
     return Cached(policy, prompts, owner, new, Cache(layers=layers), prefixes)
 
 
-def can_resume(policy: Policy) -> bool:
-    """Whether a prompt can be computed from a prefix on. The columns of such a row have gaps, which only positions and
-    masks of full attention ignore."""
-    config: Any = policy.model.config.get_text_config(decoder=True)
-    windowed = bool(getattr(config, "sliding_window", None))
-    types = getattr(config, "layer_types", None) or (["sliding_attention"] if windowed else ["full_attention"])
-    return policy.cache_kind == "buffered" and set(types) == {"full_attention"} and policy.accepts("position_ids")
-
-
 # --- rows that join and leave (buffered only) ------------------------------------------------------------------------
 
 

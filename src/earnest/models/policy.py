@@ -7,7 +7,7 @@ import inspect
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -141,6 +141,15 @@ class Policy(Speech):
         from earnest.models.cache import find_kind
 
         return find_kind(self)
+
+    @cached_property
+    def can_resume(self) -> bool:
+        """Whether a prompt can be computed from a prefix on. The columns of such a row have gaps, which only positions
+        and masks of full attention ignore."""
+        config: Any = self.model.config.get_text_config(decoder=True)
+        windowed = bool(getattr(config, "sliding_window", None))
+        types = getattr(config, "layer_types", None) or (["sliding_attention"] if windowed else ["full_attention"])
+        return self.cache_kind == "buffered" and set(types) == {"full_attention"} and self.accepts("position_ids")
 
     @property
     def precision(self) -> str:

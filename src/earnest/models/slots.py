@@ -19,7 +19,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.errors import SamplingError
-from earnest.models.cache import Cached, CacheKind, Prefix, Sequences, can_resume, join, reuse, start, trim
+from earnest.models.cache import Cached, CacheKind, Prefix, Sequences, join, reuse, start, trim
 from earnest.models.policy import Policy
 from earnest.models.sampling import Completion, SampleRow, SampleSpec, evaluating, pick, uniforms
 
@@ -164,7 +164,7 @@ class SlotSampler:
         self._groups: list[_Group] = []
         self._ends = torch.as_tensor(sorted(spec.ends(policy)), dtype=torch.long, device=policy.device)
         self._alive = 0
-        self._from_prefixes = self.kind == "buffered" and can_resume(policy)
+        self._from_prefixes = self.kind == "buffered" and policy.can_resume
         self._resume = resume and self._from_prefixes
         self._prefixes: dict[tuple[int, int], Prefix] = {}
 
