@@ -39,8 +39,8 @@ def _section(tmp_path: Path, *samples: dict[str, Any]) -> str:
 def test_each_turn_has_its_author_its_tokens_and_what_becomes_of_them(tmp_path: Path) -> None:
     found = _section(tmp_path, _sample("after", 20))
     heads = re.findall(r'class="who">([^<]*)<', found)
-    assert heads == ["user · 6 tokens · read", "policy · 5 tokens · trained", "tool · 3 tokens · read",
-                     "policy · 4 tokens · trained"]  # fmt: skip
+    assert heads == ["user · 6 tokens · read", "policy · 5 tokens · sampled", "tool · 3 tokens · read",
+                     "policy · 4 tokens · sampled"]  # fmt: skip
     assert found.count('class="segment policy"') == 2 and "segment policy taught" not in found
     assert "as the &lt;b&gt;stone" in found  # a tool's output is text, never markup
 

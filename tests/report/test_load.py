@@ -224,6 +224,12 @@ def test_what_an_unfinished_run_lacks_is_listed(tmp_path):
         assert gap in page
 
 
+def test_a_finished_run_without_a_verdict_was_not_checked(tmp_path):
+    folder = folders.make(tmp_path, steps=1)
+    (folder / "verdict.json").unlink()
+    assert "The step was not checked (check=false)." in load(folder).gaps
+
+
 def test_text_that_is_not_utf8_is_named(tmp_path):
     folder = folders.make(tmp_path, steps=1)
     (folder / "config.yaml").write_bytes(b"model: \xff")

@@ -69,3 +69,37 @@ def test_built_in_environments_are_tasks() -> None:
     for name in ("calculator", "lookup", "fix"):
         assert en.get_task(name).name == name
     assert Echo().name == "echo"
+
+
+def test_the_check_goes_on_with_hints_where_every_reward_is_0(tmp_path: Path) -> None:
+    """nano never calls the calculator, so no pair has rows: law GL could not measure SimPO alone, and the run ended."""
+    policy = en.load("nano")
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), seed=0))
+    out = tmp_path / "run"
+    en.train(
+        engine,
+        "calculator",
+        en.GRPO() + en.SDPO() + en.SimPO(),
+        steps=1,
+        out=out,
+        sampling={"prompts_per_step": 2, "completions_per_prompt": 2, "max_new_tokens": 12},
+        turns={"max_turns": 2},
+        eval={"every": 0, "prompts": 2, "samples": 1},
+        console=QUIET,
+    )
+    assert json.loads((out / "verdict.json").read_text())["holds"]
+    assert (
+        "so the other terms alone are checked (sdpo). If every reward is 0, begin with supervised training"
+        in (out / "events.log").read_text()
+    )
+
+
+def test_a_warm_start_needs_room_for_the_longest_turn_of_the_oracle(tmp_path: Path) -> None:
+    policy = en.load("nano")
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), seed=0))
+    short = {"prompts_per_step": 2, "max_new_tokens": 20}
+    with pytest.raises(
+        ConfigError, match=r"a turn of the oracle of calculator has \d\d tokens .*; set at least \d\d\."
+    ):
+        en.train(engine, "calculator", en.SFT(), steps=1, out=tmp_path / "run", sampling=short, console=QUIET)
+    assert not (tmp_path / "run").exists()

@@ -84,8 +84,10 @@ def test_a_run_without_any_reward_warns_everywhere(tmp_path: Path, make_config: 
 def test_a_check_without_any_spread_of_rewards_is_a_sentence_about_rewards(
     tmp_path: Path, make_config: Make, quiet: Console
 ) -> None:
-    with pytest.raises(RunStopped, match="in 8 batches no two completions of a prompt differ in their reward"):
+    with pytest.raises(RunStopped, match="in 8 batches no two completions of a prompt differ in their reward") as found:
         start("test", make_config("task=sort", f"out={tmp_path / 'run'}"), quiet)
+    assert "the run stopped before its first step of" in str(found.value) and "samples.jsonl" not in str(found.value)
+    assert "supervised training" in str(found.value)
 
 
 def test_a_negative_weight_warns(tmp_path: Path, make_config: Make) -> None:

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 
+from earnest.errors import EarnestError
+from earnest.serve import ServeSettings
 from earnest.serve.gate import _margin
+from earnest.serve.server import run
 from tests.serve.conftest import Live, serving
 from tests.serve.test_keys import OWNER, _as, _file
 from tests.serve.test_learning import SMALL
@@ -112,3 +115,22 @@ def test_a_queued_feedback_can_be_withdrawn(live: Live, adapter) -> None:
     versions = live.get(f"/v1/adapters/{name}/versions")["data"]
     assert [v["feedback"] for v in versions] == [[first["id"]]]
     assert live.http.delete(f"/v1/feedback/{first['id']}").status_code == 409
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"model": "./no-such-folder"}, "There is no folder './no-such-folder'"),
+        ({"learn": "learn.yaml"}, "learn.yaml: updates: "),
+    ],
+)
+def test_a_mistake_in_the_settings_ends_the_server_before_it_makes_its_folder(
+    tmp_path: Path, given: dict[str, str], sentence: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "learn.yaml").write_text("updates: many\n")
+    if "learn" in given:
+        given = {"learn": str(tmp_path / given["learn"])}
+    with pytest.raises(EarnestError) as found:
+        run(ServeSettings.model_validate({"port": 0, "data": tmp_path / "data", **given}))
+    assert sentence in str(found.value)
+    assert not (tmp_path / "data").exists() and capsys.readouterr().out == ""

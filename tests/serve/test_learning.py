@@ -113,6 +113,9 @@ def test_feedback_changes_the_answers(live: Live, adapter) -> None:
     assert live.http.delete(f"/v1/adapters/{name}/versions/2").status_code == 200
     assert [v["number"] for v in live.get(f"/v1/adapters/{name}/versions")["data"]] == [1]
     assert live.http.get(f"/v1/adapters/{name}/versions/2/export").status_code == 404
+    base = live.http.get(f"/v1/adapters/{name}/versions/0/export")
+    assert base.status_code == 404
+    assert base.json()["error"]["message"] == "version 0 is the base; there is nothing to export."
 
 
 @pytest.mark.integration

@@ -19,6 +19,18 @@ def looks_like_id(name: str) -> bool:
     return _ID.fullmatch(name) is not None
 
 
+def require_name(name: str) -> None:
+    """Raise if ``name`` is neither a built-in, nor a folder, nor of the form of a Hugging Face id."""
+    path = Path(name).expanduser()
+    if path.is_file():
+        raise UnknownModel(f"{name} is a file; give the folder with config.json, the weights and the tokenizer.")
+    if not path.is_dir() and not looks_like_id(name):
+        raise UnknownModel(
+            f"There is no folder {name!r}; give a folder that exists, a Hugging Face id, or a built-in: "
+            f"{', '.join(BUILT_IN)}."
+        )
+
+
 def fetch(name: str) -> tuple[Path, str, tuple[str, ...]]:
     """(folder, revision, notes). Without a network a cached snapshot is used, with a note."""
     from huggingface_hub import snapshot_download

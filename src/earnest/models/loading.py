@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from earnest.errors import EarnestError, UnknownModel, UnusableModel, nearest
+from earnest.errors import EarnestError, UnusableModel, nearest
 from earnest.models import hub, places, smollm2
 from earnest.models.catalog import BUILT_IN
 from earnest.models.device import choose_device, choose_dtype
@@ -110,13 +110,7 @@ def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str, tuple[
     path = Path(name).expanduser()
     if path.is_dir():
         return path, str(path), "local folder", ()
-    if path.is_file():
-        raise UnknownModel(f"{name} is a file; give the folder with config.json, the weights and the tokenizer.")
-    if not hub.looks_like_id(name):
-        raise UnknownModel(
-            f"There is no folder {name!r}; give a folder that exists, a Hugging Face id, or a built-in: "
-            f"{', '.join(BUILT_IN)}."
-        )
+    hub.require_name(name)
     say(f"{name}: asking the Hugging Face hub")
     folder, revision, notes = hub.fetch(name)
     return folder, name, revision, notes

@@ -1,4 +1,4 @@
-"""Conversations turn by turn, as tokens: what the policy sampled is marked, because only that is trained."""
+"""Conversations turn by turn, as tokens: what the policy sampled is marked, because only that can be trained."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def section_of(run: Run) -> Html | None:
         el(
             "p",
             "Every token that the policy read or sampled, turn by turn. The underlined ones were sampled by the "
-            "policy: they alone are trained, with the log-probs that they were sampled with. Where a teacher read a "
-            "hint or a solution, the tokens that it taught have a coloured ground.",
+            "policy. In conversations of a training step they alone are trained; held-out conversations are not "
+            "trained on. Where a teacher read a hint or a solution, the tokens that it taught have a coloured ground.",
         ),
         _endings(run),
         *(_conversation(sample) for sample in chosen),
@@ -58,7 +58,10 @@ def _conversation(sample: SampleRecord) -> Html:
     ]
     head = el("p", " · ".join(part for part in parts if part), el("span", sample.prompt_id, class_="id"), class_="head")
     rows = sorted({segment.row for segment in sample.segments})
-    bodies = [_row([s for s in sample.segments if s.row == row], row if len(rows) > 1 else None) for row in rows]
+    marked = "trained" if sample.phase == "train" else "sampled"
+    bodies = [
+        _row([s for s in sample.segments if s.row == row], row if len(rows) > 1 else None, marked) for row in rows
+    ]
     hints = [
         el("details", el("summary", "what the teacher read before the tokens that it taught"), el("pre", text))
         for text in sample.teacher_read
@@ -66,9 +69,9 @@ def _conversation(sample: SampleRecord) -> Html:
     return el("article", head, *bodies, *hints, class_="conversation")
 
 
-def _row(segments: Sequence[SegmentRecord], number_: int | None) -> Html:
+def _row(segments: Sequence[SegmentRecord], number_: int | None, marked: str) -> Html:
     label = None if number_ is None else el("p", f"row {number_ + 1}: the template rewrote the history", class_="soft")
-    return el("div", label, *(_turn(turn) for turn in _turns(segments)))
+    return el("div", label, *(_turn(turn, marked) for turn in _turns(segments)))
 
 
 def _turns(segments: Sequence[SegmentRecord]) -> list[list[SegmentRecord]]:
@@ -89,12 +92,13 @@ def _turns(segments: Sequence[SegmentRecord]) -> list[list[SegmentRecord]]:
     return turns
 
 
-def _turn(segments: Sequence[SegmentRecord]) -> Html:
+def _turn(segments: Sequence[SegmentRecord], marked: str) -> Html:
+    """``marked``: what is written at the policy's turns."""
     author = next((s.author for s in segments if s.author != "template"), "template")
     own = [s for s in segments if s.author == author]
     tokens, taught = sum(s.tokens for s in own), sum(s.taught for s in own)
     parts = [author, f"{tokens} tokens" if tokens != 1 else "1 token"]
-    parts += ["trained"] if author == "policy" else ["read"]
+    parts += [marked] if author == "policy" else ["read"]
     parts += [f"{taught} taught"] if taught else []
     spans = (
         el(

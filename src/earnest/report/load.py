@@ -210,7 +210,9 @@ def _unfinished(run: Run) -> list[str]:
     missing = [phase for phase in ("before", "after") if phase not in phases]
     if missing:
         gaps.append(f"No samples {' and '.join(missing)} training are recorded.")
-    if run.verdict is None:
+    if run.verdict is None and header.status == "finished":
+        gaps.append("The step was not checked (check=false).")
+    elif run.verdict is None:
         gaps.append("There is no verdict yet: the step of this run has not been checked.")
     elif not run.verdict.checks:
         gaps.append("The verdict is empty: nothing was checked.")

@@ -31,6 +31,11 @@ WAY_OUT = (
     "Look at the rewards in samples.jsonl; an easier task, more completions per prompt, a higher sampling temperature "
     "or another learning rate may help."
 )
+BEFORE_TRAINING = (
+    "If every reward is 0, begin with supervised training (earnest run sft task=…) and give its export as model; an "
+    "easier task, more completions per prompt or a higher sampling temperature may help, too."
+)
+"""The way out where no step has been trained, so samples.jsonl has no rewards yet."""
 EXPLORE = "Raise sampling.temperature, lower optimizer.lr, or go back to an earlier checkpoint."
 
 

@@ -13,7 +13,7 @@ import signal
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,9 @@ import torch
 
 from earnest.errors import EarnestError, NothingToTrain
 from earnest.models import SampleSpec
+from earnest.objectives import Objective
 from earnest.proving import prove, prove_conversations
-from earnest.report.watch import WAY_OUT, RunWatch
+from earnest.report.watch import BEFORE_TRAINING, RunWatch
 from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.ahead import BatchesAhead, ReplayedBatches
@@ -65,6 +66,8 @@ class TrainingLoop:
     def __post_init__(self) -> None:
         self.stream: Mapping[str, Any] | None = None
         self.saved_at = -1
+        self.begun = False
+        """Whether this session has begun a step."""
         self.line: dict[str, Any] = {}
         self.evaluations: list[dict[str, Any]] = []
         self.watch = RunWatch()
@@ -125,8 +128,13 @@ class TrainingLoop:
             for logger in self.loggers:
                 logger.close()
 
+    @property
+    def place(self) -> str:
+        """Where the run is, for a sentence."""
+        steps = self.setup.config.steps
+        return f"in step {min(self.step + 1, steps)} of {steps}" if self.begun else f"before its first step of {steps}"
+
     def _train_and_report(self) -> None:
-        config = self.setup.config
         with Stopper(self.progress.note) as stopper, self.writing():
             try:
                 with self.setup.mesh.explained():
@@ -138,8 +146,7 @@ class TrainingLoop:
             except EarnestError as error:
                 self._end("failed", str(error))
                 raise RunStopped(
-                    f"the run stopped in step {min(self.step + 1, config.steps)} of {config.steps}: {error}\n"
-                    f"Its folder is whole: {self.run.path}"
+                    f"the run stopped {self.place}: {error}\nIts folder is whole: {self.run.path}"
                 ) from error
             except OSError:
                 raise
@@ -160,9 +167,8 @@ class TrainingLoop:
             with suppress(OSError):  # the same disk
                 self._end("failed", reason)
             raise RunStopped(
-                f"the run stopped in step {min(self.step + 1, self.setup.config.steps)} of {self.setup.config.steps}, "
-                f"because it cannot write {reason}. Its last checkpoint is whole: make room, then continue with: "
-                f"{self.again()}"
+                f"the run stopped {self.place}, because it cannot write {reason}. Its last checkpoint is whole: make "
+                f"room, then continue with: {self.again()}"
             ) from error
 
     def _train(self, stopper: Stopper) -> None:
@@ -193,6 +199,7 @@ class TrainingLoop:
 
     def _one_step(self, step: int) -> None:
         config, engine, objective = self.setup.config, self.setup.engine, self.setup.objective
+        self.begun = True
         torch.manual_seed(derive(config.seed, "step", step))
         started = time.perf_counter()
         collected = self._collect(step)
@@ -262,20 +269,21 @@ class TrainingLoop:
         for warning in task_warnings(self.setup):
             self.run.event("warning", warning)
             self.progress.warn(warning)
-        batch, objective = probe_batch(self.setup), self.setup.objective
-        flat = batch.advantages is not None and not bool(batch.advantages.any())
-        if flat and all("advantages" in w.term.signals() for w in objective.live()):
-            raise EarnestError(
-                f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, so there is nothing "
-                f"to learn from. {WAY_OUT} With check=false the run trains without this check."
-            )
-        verdict = prove(self.setup.require_local("check"), objective, batch, quick=True)
-        if flat and not verdict.failures and not verdict.holds:
-            raise EarnestError(
-                f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward, and no other term "
-                f"has a row to learn from, so nothing was checked. {WAY_OUT} With check=false the run trains without "
-                "this check."
-            )
+        engine, objective = self.setup.require_local("check"), self.setup.objective
+        batch = probe_batch(self.setup)
+        if batch.advantages is not None and not bool(batch.advantages.any()):
+            others = without_rewards(objective, batch)
+            flat = f"in {PROBE_TRIES} batches no two completions of a prompt differ in their reward"
+            if not others.terms:
+                raise EarnestError(
+                    f"{flat}, and no other term has a row to learn from, so nothing was checked. {BEFORE_TRAINING} "
+                    "With check=false the run trains without this check."
+                )
+            if self.setup.mesh.size == 1:  # with several, the ranks' batches may differ in which terms have rows
+                objective = others
+                checked = ", ".join(w.term.label for w in others.terms)
+                self._warn(f"{flat}, so the other terms alone are checked ({checked}). {BEFORE_TRAINING}")
+        verdict = prove(engine, objective, batch, quick=True)
         verdict += conversation_verdict(self.setup)
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
         verdict.raise_if_failed()
@@ -365,6 +373,15 @@ def conversation_verdict(setup: Setup) -> Verdict:
     turns = setup.config.turns
     engine = setup.require_local("check")
     return prove_conversations(engine, setup.task, prompts, 2, spec, turns, sample=setup.elsewhere)
+
+
+def without_rewards(objective: Objective, batch: Batch) -> Objective:
+    """The live terms that have rows in a batch whose advantages are all 0. There are none if they only hold the policy
+    back (a KL, a barrier): then there is nothing to learn from."""
+    idle = objective.check(batch)
+    rest = [w for w in objective.live() if "advantages" not in w.term.signals() and w.term.label not in idle]
+    learns = any("teacher" in w.term.signals() or "rollout" not in w.term.roles for w in rest)
+    return replace(objective, terms=tuple(rest) if learns else ())
 
 
 def probe_batch(setup: Setup) -> Batch:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from itertools import groupby
+
 from earnest.errors import ConfigError
 from earnest.models.tool_calls import check_tools
-from earnest.rollouts import TurnSettings, demonstration
+from earnest.rollouts import Row, TurnSettings, demonstration
 from earnest.runs.collect import BatchSource
 from earnest.runs.evaluate import heldout
 from earnest.runs.loggers import require_installed
@@ -59,4 +61,16 @@ def preflight(setup: Setup) -> None:
     given = frozenset() if setup.data is None else setup.data.roles
     if task is not None and "demonstration" in setup.objective.wants().roles - given:
         for prompt in training[: config.sampling.prompts_per_step]:
-            demonstration(policy, task, prompt, 0, 0)
+            turn = _longest_turn(demonstration(policy, task, prompt, 0, 0))
+            if is_environment(task) and turn > longest:
+                raise ConfigError(
+                    f"sampling.max_new_tokens: a turn of the oracle of {task.name} has {turn} tokens (prompt "
+                    f"{prompt.id}), and the policy may sample {longest}, so it could never finish such a turn; set at "
+                    f"least {turn}."
+                )
+
+
+def _longest_turn(row: Row) -> int:
+    """The number of tokens of the longest turn of a demonstration: what it reads has weight 0."""
+    weights = row.weights or (1.0,) * len(row.tokens)
+    return max(len(list(turn)) if weight else 0 for weight, turn in groupby(weights))

@@ -9,7 +9,7 @@ from pydantic import Field
 
 from earnest.serve import versions
 from earnest.serve.attempts import REASON
-from earnest.serve.errors import BadRequest, Conflict, Forbidden, damaged
+from earnest.serve.errors import BadRequest, Conflict, Forbidden, NotFound, damaged
 from earnest.serve.keys import Caller, Right, Who
 from earnest.serve.names import check_name
 from earnest.serve.rows import AdapterRow, VersionRow
@@ -103,6 +103,8 @@ def router(state: State) -> APIRouter:
     )
     def export(name: str, number: Number, caller: Who) -> Response:
         row = find(name, caller, "read")
+        if number == 0:
+            raise NotFound("version 0 is the base; there is nothing to export.")
         version = state.store.version(row, number)
         if not versions.intact(state.store.version_folder(row.id, version.number), "adapter", "version.json"):
             raise damaged(row.name, number)

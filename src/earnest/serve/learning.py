@@ -101,7 +101,13 @@ def read(path: Path | None) -> LearnConfig:
     from earnest.config.load import check_mapping
     from earnest.config.text import parse_file
 
-    return check_mapping(LearnConfig, {} if path is None else parse_file(path))
+    if path is None:
+        return LearnConfig()
+    found = parse_file(path)
+    try:
+        return check_mapping(LearnConfig, found)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def overridden(config: LearnConfig, changes: Mapping[str, Any]) -> LearnConfig:

@@ -14,12 +14,19 @@ from earnest.serve.settings import ServeSettings
 
 
 def run(settings: ServeSettings) -> None:
-    """Serve until a signal; answers under way are finished first."""
+    """Serve until a signal; answers under way are finished first. A mistake in the settings is an error before anything
+    is made or printed."""
+    from earnest.models import hub
+    from earnest.serve import learning
+
     try:
         import fastapi  # noqa: F401
         import uvicorn
     except ImportError:
         raise MissingExtra("fastapi and uvicorn", "serve", "earnest serve") from None
+    hub.require_name(settings.model)
+    if settings.learn is not None:
+        learning.read(settings.learn)
     from earnest.serve.app import create_app
     from earnest.serve.connections import with_header_limit
 
