@@ -205,9 +205,16 @@ for _ in range(6):
 
 
 def test_a_watched_loop_is_not_called_an_audited_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    note = "The loss itself was not audited"
-    assert main([str(script(tmp_path, LOOP)), "--json"]) == 0
-    assert note in capsys.readouterr().out
+    note, title = "The loss itself was not audited", "watched only: the loss itself was not audited"
+    files = [tmp_path / "verdict.md", tmp_path / "verdict.xml"]
+    assert main([str(script(tmp_path, LOOP)), "--json", "--markdown", str(files[0]), "--junit", str(files[1])]) == 0
+    out = capsys.readouterr().out
+    assert note in out and title in json.loads(out)["title"]
+    assert title in files[0].read_text(encoding="utf-8").splitlines()[0]
+    skipped = ElementTree.parse(files[1]).findall(".//testcase[@name='the loss']/skipped")
+    assert [note in case.attrib["message"] for case in skipped] == [True]
+    assert main([str(script(tmp_path, LOOP))]) == 0
+    assert title in " ".join(capsys.readouterr().out.split("┏")[0].split())
     assert main([str(script(tmp_path, "from tests.audit.test_command import right; right()")), "--json"]) == 0
     assert note not in capsys.readouterr().out
 

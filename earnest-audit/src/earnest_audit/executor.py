@@ -100,7 +100,7 @@ def checked(law: Law, probe: Probe) -> Iterator[Finding]:
             yield law.not_declared(subject, what)
             return
     if law.spare and not probe.afford(law.spare, keep=0.0):
-        yield law.not_applicable(law.name, "the budget is spent")
+        yield law.not_applicable(law.name, "not checked: the budget is spent")
         return
     try:
         with probe.perturbed() if law.perturbed else nullcontext():

@@ -69,7 +69,7 @@ class Law:
 
     def agrees(self, subject: str, off: float, room: float, meaning: str, what: str = "off by {}") -> Finding:
         """Two computations agree: their difference is at most ``room``."""
-        return self.finding(subject, what.format(f"{off:.2g}"), f"≤ {room:.1g}", off <= room, meaning)
+        return self.finding(subject, what.format(f"{off:.2g}"), f"≤ {room:.2g}", off <= room, meaning)
 
     def none(self, subject: str, wrong: Sequence[str], measured: str, meaning: str) -> Finding:
         """Nothing is on the list of what is wrong; ``meaning`` begins with the first three."""

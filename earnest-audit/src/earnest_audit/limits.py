@@ -3,6 +3,9 @@ stands beside that law."""
 
 from __future__ import annotations
 
+# The fewest and the most digits with which a measured number is printed beside its limit.
+DIGITS = range(2, 18)
+
 # Laws: relative differences of gradients, values or metrics.
 NEAR = 0.05  # two computations that agree to first order only: a finite difference, soft clips, a power, a group's mean
 ROUNDED = 1e-3  # numbers that are logged in fp32 and summed in another order than the loss
@@ -14,3 +17,9 @@ ENOUGH = 4  # before something that always (or never) happened is reported
 SURE = 8  # where one look is weak evidence
 MANY = 20  # before what has ended is reported: warm-ups from 0 rise, and a loss scale of 2 ** 16 is down to 1, by then
 SAMPLE = 4096  # entries of a parameter that are compared
+
+
+def beside(value: float, limit: float) -> str:
+    """``value`` with its sign, and with as many digits as show on which side of ``limit`` it is."""
+    texts = (f"{value:+.{digits}g}" for digits in DIGITS)
+    return next((text for text in texts if (float(text) > limit) == (value > limit)), repr(value))

@@ -94,11 +94,11 @@ class Probe(States):
     def vanishes(self, subject: str, left: float, meaning: str, room: float | None = None) -> Finding:
         """``left`` of the usual gradient."""
         near = self.tolerance if room is None else room
-        expected = "0" if room is None else f"0, up to {near:.1g}"
-        return self.law.finding(subject, f"gradient {left:.2g} of the usual", expected, left <= near, meaning)
+        measured, expected = f"gradient {left:.2g} of the usual", f"0, up to {near:.2g}"
+        return self.law.finding(subject, measured, expected, left <= near, meaning)
 
     def descends(self, subject: str, measured: str, value: float, meaning: str, above: float = 0.0) -> Finding:
-        return self.law.finding(subject, measured, "above 0", value > above, meaning)
+        return self.law.finding(subject, measured, f"above {above:g}", value > above, meaning)
 
     def tried(self, parts: Mapping[str, Iterable[Finding]]) -> Iterator[Finding]:
         """The rows of each part; where one raises, a row for the error, and the next part."""

@@ -140,5 +140,6 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     broken, held = (sum(bool(test[what]) for test in judged) for what in ("broken", "holds"))
     terminalreporter.write_line(
         f"{len(judged)} of {len(found)} tests train something: {broken} break a law, {held} hold, "
-        f"{len(judged) - broken - held} could not be judged."
+        f"{len(judged) - broken - held} could not be judged. "
+        "Plain loops are watched only: their losses are not audited."
     )

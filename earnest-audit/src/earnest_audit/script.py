@@ -29,7 +29,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from earnest_audit import executor
 from earnest_audit.errors import EarnestError
 from earnest_audit.strays import Strays, modules
-from earnest_audit.verdict import LawBroken, Verdict
+from earnest_audit.verdict import Finding, LawBroken, Verdict
 from earnest_audit.watcher import WATCHED, Watch
 
 TRAINER = "transformers.trainer"
@@ -44,6 +44,9 @@ ONLY_WATCHED = (
     "The loss itself was not audited: optimizers were watched while the script ran. Masks, shifted labels, inputs, "
     "signs and settings are checked by audit(model, loss, batch) or audit(Step(…)), in the script or in a test."
 )
+
+
+WATCHED_ONLY = "watched only: the loss itself was not audited"
 
 
 class ScriptError(EarnestError):
@@ -76,7 +79,10 @@ def audit_script(
             f"audit(Step(…)): nothing to judge. Where a loop trains in another way, put it under a watch:\n\n{PASTE}\n"
         )
     found = verdict().at(f"{path.as_posix()}:1")
-    return found if audited else replace(found, notes=(*found.notes, ONLY_WATCHED))
+    if audited:
+        return found
+    unaudited = Finding("AUDIT", "the loss", "not audited", "-", "not declared", ONLY_WATCHED)
+    return replace(found, findings=(*found.findings, unaudited), title=f"the training script, {WATCHED_ONLY}")
 
 
 def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -> None:

@@ -82,6 +82,7 @@ class Verdict:
         """JSON for machines (verdict.json)."""
         counts = {outcome: sum(f.outcome == outcome for f in self.findings) for outcome in COLOURS}
         return {
+            "title": self.title,
             "holds": self.holds,
             "counts": counts,
             "cost": self.cost,

@@ -21,6 +21,7 @@ from tests.audit.steps import (
     grpo_loss,
     logprobs,
     policy_step,
+    sft_step,
     token_batch,
 )
 
@@ -179,3 +180,10 @@ def test_capped_tokens_are_not_missing_where_no_log_probs_are_declared(cut: bool
     roles = {r: k for r, k in step.roles.items() if r != "reference"}
     found = outcomes(Step(step.model, loss, batch, roles), coverage.LAW)
     assert found["every supervised position"] == ("fails" if cut else "holds")
+
+
+def test_a_row_of_a_sample_of_positions_has_the_number_of_all() -> None:
+    step = sft_step()
+    count = int((step.batch["labels"] != -100).sum())
+    (row,) = [f for f in audit(step, laws=[coverage.LAW]).findings if f.subject == coverage.POSITIONS]
+    assert row.measured.startswith(f"3 of {count} positions tried, 3 matter"), row.measured

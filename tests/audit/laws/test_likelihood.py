@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, audit
 from earnest_audit.laws import likelihood
+from earnest_audit.limits import AWAY, NEAR, beside
 from tests.audit.steps import Tiny, logprobs, sft_step, token_batch
 
 
@@ -38,3 +39,14 @@ def test_regularisers_and_masks_in_place_are_legitimate() -> None:
     batch = token_batch()
     step = Step(Tiny(), regularised, batch, {k: k for k in batch}, family="sft", logprobs=logprobs)
     assert [f.outcome for f in audit(step, laws=[likelihood.LAW]).findings] == ["holds"]
+
+
+@pytest.mark.parametrize("value", [-0.0012, 0.0012, 0.97, -0.49999, -0.50001, 0.049999, 1e-9])
+@pytest.mark.parametrize("limit", [0.0, AWAY, NEAR])
+def test_a_printed_cosine_is_on_the_side_of_the_limit_that_its_row_reports(value: float, limit: float) -> None:
+    assert (float(beside(value, limit)) > limit) == (value > limit)
+
+
+def test_the_expected_cosine_is_the_limit_that_is_used() -> None:
+    (row,) = audit(sft_step(logprobs=logprobs), laws=[likelihood.LAW]).findings
+    assert row.expected == f"above {AWAY:g}"

@@ -187,3 +187,17 @@ def test_a_mask_beside_labels_that_stand_in_place() -> None:
 
     found = outcomes(Step(model=step.model, loss=loss, batch=batch, roles={**step.roles, "mask": "mask"}))
     assert set(found.values()) == {"holds"}, found
+
+
+@pytest.mark.parametrize(("family", "outcome"), [("sft", "fails"), (None, "not declared")])
+def test_a_mask_that_is_shifted_by_one_never_holds(family: Any, outcome: str) -> None:
+    """The mask marks tokens and is used where they predict. Without a family it may be meant so."""
+    step = likelihood_step(True, True, family)
+    step.batch["mask"][0, step.batch["attention"][0].sum() - 1] = 0.0
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        return -(logprobs(model, batch) * batch["mask"][:, :-1]).sum() / batch["mask"][:, :-1].sum()
+
+    shifted = Step(model=step.model, loss=loss, batch=step.batch, roles=step.roles, family=family)
+    (row,) = [f for f in audit(shifted, laws=[shift.LAW]).findings if f.subject == shift.PEEKING]
+    assert row.outcome == outcome and (outcome != "fails" or "the mask is shifted by one" in row.meaning), str(row)

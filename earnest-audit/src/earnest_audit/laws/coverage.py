@@ -108,8 +108,16 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
             if _matters(probe, role, spot, where_only):
                 continue
         missing.append(one)
-    measured = f"{len(asked) - len(missing)} of {len(asked)} matter (through {key!r}){aside}"
+    measured = f"{_counted(len(asked), int(flat.sum()), len(missing))} (through {key!r}){aside}"
     return _verdict(probe, missing, len(asked), measured)
+
+
+def _counted(tried: int, count: int, missing: int, what: str = "positions") -> str:
+    """How many matter of those that were tried, and how many there are."""
+    few = tried < count
+    return (
+        f"{tried} of {count} {what} tried, {tried - missing} matter" if few else f"{tried - missing} of {tried} matter"
+    )
 
 
 def _positions(probe: Probe, role: str, on: Tensor) -> Tensor:
@@ -229,13 +237,14 @@ def _answers(probe: Probe) -> Finding:
     """The last token of either answer of a few pairs, one at a time: another id there changes the gradient."""
     step = probe.step
     missing: list[str] = []
-    tried = flat = 0
+    tried = flat = total = 0
     for side in edits.SIDES:
         ids: Tensor = step.batch[step.roles[side]]
         given = next((v for v in (step.value(f"{side}_mask"), step.value(f"{side}_attention")) if v is not None), None)
         on = None if given is None or ids.ndim != 2 or given.ndim != 2 else edits.widened(given != 0, ids.shape[1])
         if on is None:
             return LAW.not_declared(ANSWERS, 'roles={"chosen_mask": …, "rejected_mask": …}')
+        total += int(on.any(-1).sum())
         for number, row in enumerate(on.any(-1).nonzero()[:ROWS, 0].tolist()):
             if number and not missing and not probe.afford(2, keep=_later(probe)):
                 break
@@ -255,7 +264,7 @@ def _answers(probe: Probe) -> Finding:
         return LAW.not_applicable(ANSWERS, f"none of {tried} pairs has a gradient")
     aside = f"; {flat} of pairs without a gradient are left out" if flat else ""
     return LAW.finding(
-        ANSWERS, f"{tried - flat - len(missing)} of {tried - flat} matter{aside}", "all",
+        ANSWERS, f"{_counted(tried - flat, total - flat, len(missing), 'answers')}{aside}", "all",
         not missing or step.drops_tokens,
         f"The last token of {', '.join(missing[:4])} is not in the gradient: it is cut off by a shift, masked because "
         "its id equals the padding's, or the reward is read at another token.",

@@ -34,7 +34,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             coarse = "too coarse in this dtype" if probe.coarse else "the value is not the loss"
             why = coarse if rates else "no dropout"
         elif not probe.afford(COST, keep=0):
-            why = "the budget is spent"
+            why = "not checked: the budget is spent"
         if why:
             yield LAW.not_applicable(SUBJECT, why)
             return

@@ -85,12 +85,12 @@ def _term(probe: Probe, batch: edits.Batch, subject: str, knob: str) -> Finding:
     own = twice.minus(rest)
     if probe.tolerance * twice.norm() > NEAR / 4 * own.norm():
         if not probe.afford(2, keep=2):
-            return LAW.not_applicable(subject, "the budget is spent")
+            return LAW.not_applicable(subject, "not checked: the budget is spent")
         own, whole = probe.gradient(batch, strong).minus(rest), probe.gradient(batch, strong)
     else:
         whole = rest.plus(own, STRONG / 2)
     if not probe.afford(1, keep=2):
-        return LAW.not_applicable(subject, "the budget is spent")
+        return LAW.not_applicable(subject, "not checked: the budget is spent")
     return judged(LAW, subject, slopes(probe, batch, NEAR, own, whole, strong), NEAR)
 
 

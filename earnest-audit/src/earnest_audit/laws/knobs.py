@@ -68,7 +68,7 @@ def _inert(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
     worst = max(changes, key=lambda k: changes[k])
     return LAW.finding(
         f"setting {knob}", f"{value:g} → {worst:g} moved the gradient by {changes[worst]:.2g}",
-        f"≤ {probe.tolerance:.1g}, declared inert", changes[worst] <= probe.tolerance,
+        f"≤ {probe.tolerance:.2g}, declared inert", changes[worst] <= probe.tolerance,
         f"{knob} is declared to change nothing, and it does: means of chunks are averaged although chunks differ in "
         "size, or a remainder is dropped.",
     )  # fmt: skip
@@ -122,7 +122,7 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator
     elif (elsewhere := _in_other_states(probe, base, knob, others)) is not None:
         yield LAW.finding(subject, elsewhere, "above 0", True)
     elif len(set(tried)) < min(3, len(candidates(value))):
-        spent = f"no change by {len(tried)} values, and the audit's budget is spent"
+        spent = f"not checked: no change by {len(tried)} values, and the budget is spent"
         yield LAW.not_applicable(subject, spent, "Too few values were tried to conclude that it does nothing.")
     else:
         values = ", ".join(f"{t:g}" for t in dict.fromkeys(tried))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.law import Law
-from earnest_audit.limits import AWAY
+from earnest_audit.limits import AWAY, beside
 from earnest_audit.logits import descent
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
@@ -55,7 +55,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     lp, where = float(now[row, column].detach()), "alone" if found is None else "in its logits"
     yield probe.descends(
-        SUBJECT, f"{where}: cosine {cosine:+.2f} between -∇L and ∇lp, at lp = {lp:.2g}", cosine,
+        SUBJECT, f"{where}: cosine {beside(cosine, AWAY)} between -∇L and ∇lp, at lp = {lp:.2g}", cosine,
         "Training makes an unlikely label even less likely: the sign of the loss is flipped, or a weight that depends "
         "on the label's probability is not detached.", AWAY,
     )  # fmt: skip

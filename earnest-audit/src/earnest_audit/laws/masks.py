@@ -117,7 +117,7 @@ def _padded(probe: Probe, subject: str, side: str, keys: set[str]) -> Finding:
     return probe.same(
         subject, probe.change(edits.pad(probe.step, side, keys=keys)),
         "The gradient depends on how far the batch is padded: a mean over positions counts padding, padded positions "
-        "are supervised, or positions are counted from the first padded one.", rows=True,
+        "are supervised, the mask is shifted by one, or positions are counted from the first padded one.", rows=True,
     )  # fmt: skip
 
 

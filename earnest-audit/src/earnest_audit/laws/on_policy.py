@@ -31,7 +31,7 @@ from earnest_audit.laws.ratio import (
     wider,
     without_advantages,
 )
-from earnest_audit.limits import AWAY, NEAR
+from earnest_audit.limits import AWAY, NEAR, beside
 from earnest_audit.logits import descent
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
@@ -271,7 +271,7 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
     a = a - a.mean() if centred else a
     up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * edits.taken(probe.step, now, batch) * now).sum())
     cosine = -policy(probe).gradient.cosine(up)
-    return probe.descends(RAISES, f"cosine {cosine:+.2f} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)
+    return probe.descends(RAISES, f"cosine {beside(cosine, NEAR)} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)
 
 
 def _raises_by_logits(probe: Probe) -> Iterator[Finding]:
@@ -288,7 +288,9 @@ def _raises_by_logits(probe: Probe) -> Iterator[Finding]:
     wanted = a * edits.taken(probe.step, found.rises)
     length = float(wanted.norm() * found.rises.norm())
     cosine = float((wanted * found.rises).sum()) / length if length > 0 else 0.0
-    yield probe.descends(RAISES, f"cosine {cosine:+.2f} between -∂L/∂lp and A, by token", cosine, REVERSED, AWAY)
+    yield probe.descends(
+        RAISES, f"cosine {beside(cosine, AWAY)} between -∂L/∂lp and A, by token", cosine, REVERSED, AWAY
+    )
 
 
 def _rebuilt(probe: Probe) -> Iterator[Finding]:

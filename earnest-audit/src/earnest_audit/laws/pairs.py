@@ -24,7 +24,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.laws.parts import Part, RelativeGradient, mixer, undeclared_weight, weakest
-from earnest_audit.limits import NEAR
+from earnest_audit.limits import NEAR, beside
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -158,12 +158,12 @@ def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
     referred = set(REFERENCES) <= step.roles.keys()
     alike = there = _at_reference(probe, part, wider) if referred else 0.0
     enough, why = 1 - max(probe.tolerance, 1e-2), None
-    measured = f"cosine {cosine:+.2f} between -∇L and ∇(chosen - rejected)"
+    measured = f"cosine {beside(cosine, NEAR)} between -∇L and ∇(chosen - rejected)"
     # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
     if referred and cosine <= NEAR:
         if abs(alike) <= enough:  # references may be sums where log-probs are means
             there = max(alike, _at_reference(probe, part, wider, by_length=True), key=abs)
-        measured += f", {-there:+.2f} at the reference"
+        measured += f", {beside(-there, NEAR)} at the reference"
     yield probe.descends(
         "descending widens the margin", measured, max(cosine, -there),
         "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", NEAR,
@@ -250,7 +250,8 @@ def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]
         return
     cosine = here.cosine(there)
     yield probe.descends(
-        f"swapped answers at 1 - {knob}", f"cosine {cosine:+.2f} to the answers as they are at {knob} = 0.1", cosine,
+        f"swapped answers at 1 - {knob}",
+        f"cosine {beside(cosine, 0.0)} to the answers as they are at {knob} = 0.1", cosine,
         f"{knob} is the share of pairs whose label is wrong, so swapping the answers and the share changes nothing. "
         "Here it reverses the gradient: the smoothed part has a wrong sign, or does not swap the answers.",
     )  # fmt: skip

@@ -93,8 +93,8 @@ def _raised(
         return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
     cosine, share = change.cosine(scores[0]), span(change, *scores)
     weight = share.alpha * share.lengths[0]
-    measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2f}"
-    return LAW.finding(subject, measured, "above 0", not (weight < 0 and cosine < 0), meaning)
+    measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2g}"
+    return LAW.finding(subject, measured, "not both below 0", not (weight < 0 and cosine < 0), meaning)
 
 
 def _equal(probe: Probe) -> Finding:

@@ -48,7 +48,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     yield from map(_fair(probe), _compare(probe, shadow, "the batch", *_as_it_is(probe)))
     if not probe.afford(7 / 3 if step.logprobs is None else 3, keep=0):  # two gradients, and looks at the log-probs
-        yield LAW.not_applicable("confident outputs", "the budget is spent")
+        yield LAW.not_applicable("confident outputs", "not checked: the budget is spent")
         return
     state = _confident(probe)
     if isinstance(state, str):
@@ -128,7 +128,7 @@ def _far_margins(probe: Probe, shadow: nn.Module) -> list[Finding]:
         rows = list(_compare(probe, shadow, "far margins", 1.0, {**probe.step.batch, key: far}))
         if rows[0].measured != INFINITE:
             return rows
-    return [LAW.not_applicable("far margins", "the budget is spent, or float64 is not finite either")]
+    return [LAW.not_applicable("far margins", "not checked: the budget is spent, or float64 is not finite either")]
 
 
 def exact(probe: Probe, batch: edits.Batch, settings: Sequence[Mapping[str, Any]]) -> list[Gradient] | None:
@@ -186,7 +186,7 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float, batch: 
     room = min(0.5, max(room, units * own))
     yield LAW.finding(
         what, f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
-        f"≤ {room:.1g}", change <= room,
+        f"≤ {room:.2g}", change <= room,
         "The step loses its gradient to rounding or overflow: log(softmax(x)), log(sigmoid(x)) or log(1 - p) far out, "
         "an eps that is 0 in this dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (log_softmax, "
         "logsigmoid, log1mexp, logsumexp).",

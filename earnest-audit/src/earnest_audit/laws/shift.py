@@ -37,13 +37,18 @@ def predicts(step: Step) -> bool:
 
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
-    leak = _leak(probe) if step.kind != "divergence" and step.value("labels") is None else None
+    leak, marks_targets = None, False
+    if step.kind != "divergence" and step.value("labels") is None:
+        leak, marks_targets = _leak(probe)
     if leak is not None and leak > probe.tolerance:
         yield _peeking(probe, leak)
         return
     if step.kind is None:
         yield LAW.not_declared(BEFORE, 'family="sft", where ids are predicted one after the other,')
-        yield LAW.not_declared(PEEKING, 'family="sft"') if leak is None else _peeking(probe, leak)
+        if leak is None or not marks_targets:  # the mask marks the place before the target, or is shifted by one
+            yield LAW.not_declared(PEEKING, 'family="sft"')
+        else:
+            yield _peeking(probe, leak)
         return
     found = _places(probe)
     if isinstance(found, str):
@@ -85,22 +90,23 @@ def _peeking(probe: Probe, change: float) -> Finding:
     return probe.same(
         PEEKING, change,
         "Tokens after the predicting one matter to the prediction: the token that is to be predicted is in the input "
-        "that predicts it (logits and labels are not shifted against each other), attention looks ahead, or a term is "
-        "taken on tokens that are not supervised (a smoothing, a z-loss over padding).",
+        "that predicts it (logits and labels are not shifted against each other), the mask is shifted by one, "
+        "attention looks ahead, or a term is taken on tokens that are not supervised (a smoothing, a z-loss over "
+        "padding).",
         what="changing the tokens from it on changed the loss or the gradient by {}",
     )  # fmt: skip
 
 
-def _leak(probe: Probe) -> float | None:
+def _leak(probe: Probe) -> tuple[float | None, bool]:
     """How much a token's own embedding matters to its prediction, where ids are inputs and targets. None where no id is
-    a target, or the model's embedding is not given the ids.
+    a target, or the model's embedding is not given the ids. And whether the target is the marked token itself.
 
     Only the last supervised place of every row counts. Its target is the token there or the next one: the one whose
     change, with the embedded ids held, changes the loss.
     """
     step, on = probe.step, edits.supervised_wide(probe.step)
     if on is None:
-        return None
+        return None, False
     key, off = step.roles["ids"], step.terms_off
     ids = step.batch[key]
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
@@ -113,18 +119,18 @@ def _leak(probe: Probe) -> float | None:
             with embedded(step.model, other, ids) as held:
                 target = probe.look({**batch, key: other}, off).loss
             if not held:
-                return None
+                return None, False
             if abs(target - here) <= 4 * probe.noise() * max(abs(target), abs(here)):
                 continue
             with embedded(step.model, ids, other):
                 there = probe.look(batch, off).loss
                 if abs(there - here) <= probe.value_room * max(abs(there), abs(here)):
-                    return 0.0
+                    return 0.0, ahead == 0
                 changed = probe.gradient(batch, off)
-            return probe.gradient(dict(batch), off).distance(changed)
+            return probe.gradient(dict(batch), off).distance(changed), ahead == 0
     except Exception:  # one label per row may be refused; the law's other measurements report it
-        return None
-    return None
+        return None, False
+    return None, False
 
 
 def _places(probe: Probe) -> tuple[Tensor, Tensor] | str:

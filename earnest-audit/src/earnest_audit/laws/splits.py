@@ -224,7 +224,7 @@ def _one_pulls(probe: Probe, step: Step) -> bool:
 def _span_text(probe: Probe, found: Span) -> tuple[str, str]:
     return (
         f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
-        f"≤ {probe.tolerance:.1g}, no weight below 0",
+        f"≤ {probe.tolerance:.2g}, no weight below 0",
     )
 
 

@@ -69,7 +69,7 @@ class Accumulation:
         room = max(room, 8 * whole.distance(again))
         off, factor = whole.distance(parts), parts.best_scale(whole)
         yield LAW.finding(
-            subject, f"gradient off by {off:.2g} (best factor {factor:.3g})", f"≤ {room:.1g}",
+            subject, f"gradient off by {off:.2g} (best factor {factor:.3g})", f"≤ {room:.2g}",
             off <= room and whole.norm() > 0,
             "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or "
             "done twice, gradients cleared or clipped between the parts, or only the last part counts. A loss that is "
@@ -96,7 +96,7 @@ class Accumulation:
                 why = "Every call gives another gradient: noise, or a running statistic. The tolerance is that wide."
                 return LAW.not_applicable(subject, f"{measured}, and another way each time", why)
         return LAW.finding(
-            subject, measured, f"≤ {room:.1g}", off <= room,
+            subject, measured, f"≤ {room:.2g}", off <= room,
             "The same batch on the same weights gives another gradient the second time: a count, a sum or a gradient "
             "of the last call is still there. (Where that is intended, declare stateful=True.)",
         )  # fmt: skip
