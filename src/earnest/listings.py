@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from earnest.tasks import Environment
 
 
+WIDE = 6
+"""A table of more columns has no lines between them, so that the columns of `earnest runs` fit in a terminal of 80."""
+
+
 @dataclass
 class Listing:
     """Rows of texts under named columns. ``copied``: the first column has names for copying, so it is never wrapped."""
@@ -36,6 +40,8 @@ class Listing:
 
     def __rich__(self) -> Table:
         table = Table(title=escape(self.title), title_justify="left", header_style="bold", show_lines=False)
+        if len(self.columns) > WIDE:
+            table.box, table.padding = None, (0, 1, 0, 0)
         for place, column in enumerate(self.columns):
             table.add_column(column, overflow="fold", no_wrap=self.copied and place == 0)
         for row in self.rows:

@@ -45,12 +45,17 @@ def test_json_has_every_number_and_the_exit_code_is_0_where_all_is_well(
     found = json.loads(capsys.readouterr().out)
     assert found["layout"] == "questions" and found["rows"] == 8
     assert found["train"] + found["heldout"] == 8 and not found["problems"]
+    assert run(source, "columns={prompt: question}") == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "no token: an answer is for a grader" in shown and "trained tokens are" not in shown
+    assert run(source, "columns={prompt: question, completion: answer}") == 0
+    assert "no token" not in (shown := capsys.readouterr().out) and "trained tokens are" in shown
 
 
 def test_a_mistake_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
     for words, sentence in (
-        ((source,), "data.columns={prompt: question}"),
+        ((source,), "data.columns={prompt: question, completion: answer}"),
         ((source, "heldot=0.1"), "heldot: unknown key; did you mean 'heldout'?"),
         ((str(tmp_path / "none.jsonl"),), "there is no such file or folder"),
     ):

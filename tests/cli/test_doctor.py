@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from earnest.cli import main
 from earnest.commands.auditing import _sampler_verdict
 from earnest.commands.doctor import EXTRAS, checks
 from earnest.errors import EarnestError
+from earnest.listings import Listing
 from tests.report import folders
 
 ROOT = Path(__file__).parents[2]
@@ -58,6 +61,16 @@ def test_runs_are_a_table_unless_json_is_asked_for(tmp_path: Path, capsys: pytes
             main(["runs", str(tmp_path), *words])
         shown = capsys.readouterr().out
         assert end.value.code == 0 and "one" in shown and shown.lstrip().startswith("[") == (begins == "[")
+
+
+def test_the_table_of_runs_breaks_no_word_in_80_columns() -> None:
+    table = Listing("runs", ("run", "task", "status", "steps", "measure", "before", "best", "after", "started"))
+    row = ("animals", "talks.jsonl", "finished", "100/100", "accuracy", "0.123", "0.456", "0.789", "11-17 14:56")
+    table.add(*row)
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(table)
+    words = shown.getvalue().split()
+    assert {word for cell in (*table.columns, *row) for word in cell.split()} <= set(words)
 
 
 def test_the_settings_of_a_sampler_are_the_words_after_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

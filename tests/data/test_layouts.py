@@ -58,8 +58,13 @@ def test_the_most_specific_layout_wins_and_other_names_are_mapped() -> None:
     assert recognise(row).name == "judged" and recognise(row).read(row).label is True
     row = renamed({"question": "2+2?", "solution": 4}, {"prompt": "question", "answer": "solution"})
     assert recognise(row).read(row).answer == 4
-    with pytest.raises(DataError, match=r"columns question, solution are no layout.*data\.columns={prompt: question}"):
+    with pytest.raises(DataError, match=r"columns question, solution are no layout") as refused:
         recognise({"question": 1, "solution": 2})
+    for_sft, for_reward = (
+        "{prompt: question, completion: answer} for sft",
+        "{prompt: question, answer: answer} and grade",
+    )
+    assert f"data.columns={for_sft}" in str(refused.value) and f"data.columns={for_reward}" in str(refused.value)
 
 
 def test_tool_calls_tools_and_system_messages_survive() -> None:

@@ -122,8 +122,20 @@ class TestRefused:
             load(folder / "config.json")
 
     def test_no_config(self, tmp_path: Path) -> None:
-        with pytest.raises(UnusableModel, match=r"has no config\.json.*en\.load_adapter"):
+        with pytest.raises(UnusableModel, match=r"has no config\.json.*save_pretrained"):
             load(tmp_path)
+
+    def test_a_run_and_its_adapter(self, tmp_path: Path) -> None:
+        run = tmp_path / "run"
+        (run / "adapter").mkdir(parents=True)
+        (run / "adapter" / "adapter_config.json").write_text("{}")
+        # The first adapter belongs to no run: run.json is written after it.
+        for given, exported in ((run / "adapter", run / "adapter"), (run, run), (run / "adapter", run)):
+            with pytest.raises(UnusableModel) as refused:
+                load(given)
+            assert f"`earnest export {exported}`" in str(refused.value) and "en.load_adapter" in str(refused.value)
+            assert f"model={exported / 'export' / 'merged'} " in str(refused.value)
+            (run / "run.json").write_text("{}")
 
     @pytest.mark.parametrize("text", ["{", "[]"])
     def test_a_broken_config(self, folder: Path, text: str) -> None:

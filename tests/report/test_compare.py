@@ -60,8 +60,9 @@ def test_the_results_have_a_row_per_run_and_the_difference_to_the_first(tmp_path
     made = pair(tmp_path, "steps: 70")
     shift(made[1], 0.25)
     first, second = compare.results(compare.runs_of(made))
-    assert [first[0], second[0]] == ["one", "two"] and first[6] == "–" and second[6].startswith("+0.250")
-    assert second[4].split(" ±")[0] == f"{float(first[4].split(' ±')[0]) + 0.25:.3f}"
+    assert [first[0], second[0]] == ["one", "two"] and first[7] == "–" and second[7].startswith("+0.250")
+    assert [first[3], second[3]] == ["reward", "reward"], "the measure"
+    assert second[5].split(" ±")[0] == f"{float(first[5].split(' ±')[0]) + 0.25:.3f}"
 
 
 def test_mean_and_sd_over_runs_that_differ_only_in_their_seed(tmp_path: Path) -> None:
@@ -71,8 +72,8 @@ def test_mean_and_sd_over_runs_that_differ_only_in_their_seed(tmp_path: Path) ->
     *_, row = compare.results(runs)
     values = [run.change.after.value for run in runs if run.change is not None and run.change.after.value is not None]
     assert row[0] == "mean ± s.d." and row[2] == "2 seeds"
-    assert row[4] == f"{statistics.fmean(values):.3f} ± {0.25 / 2**0.5:.3f}"
-    assert row[3].endswith("± 0.000"), "both began alike"
+    assert row[5] == f"{statistics.fmean(values):.3f} ± {0.25 / 2**0.5:.3f}"
+    assert row[4].endswith("± 0.000"), "both began alike"
     assert len(compare.results(compare.runs_of(pair(tmp_path / "b", "steps: 70", "seed: 4")))) == 2, "not only the seed"
 
 
@@ -83,7 +84,7 @@ def test_a_run_that_was_measured_otherwise_is_not_subtracted(tmp_path: Path) -> 
         if line["kind"] == "eval":
             line["prompts"] = 7
     folders.write_lines(made[1] / "metrics.jsonl", lines)
-    assert compare.results(compare.runs_of(made))[1][6] == "measured otherwise"
+    assert compare.results(compare.runs_of(made))[1][7] == "measured otherwise"
 
 
 def test_every_curve_has_one_line_per_run_in_its_colour(tmp_path: Path) -> None:
@@ -118,7 +119,7 @@ def test_the_command_writes_one_page_that_loads_nothing_and_prints_a_table(
         main(["compare", *map(str, made), "--out", str(tmp_path / "page.html")])
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert "vs. first" in said and "mean ± s.d." in said and str(tmp_path / "page.html") in said
+    assert "measure" in said and "vs. first" in said and "mean ± s.d." in said and str(tmp_path / "page.html") in said
     page = (tmp_path / "page.html").read_text()
     assert "default-src &#x27;none&#x27;" in page and " src=" not in page and "https://" not in page
     assert "&lt;4&gt;" in page and "<4>" not in page

@@ -139,4 +139,22 @@ def test_the_report_has_a_section(tmp_path: Path) -> None:
     folders.write_lines(folder / "metrics.jsonl", made)
     sick = report.write(folder).read_text()
     assert "steps 10 to 12 cut off every completion at sampling.max_new_tokens" in sick
-    assert "3 of 3 in a row" in sick
+    assert "<td>3 of 60 steps, at most 3 in a row</td>" in sick
+
+
+def test_the_report_counts_the_evaluations_that_are_worse_than_the_best(tmp_path: Path) -> None:
+    """An improving loss has none, whatever the number of evaluations is."""
+    folder = folders.make(tmp_path / "run")
+    steps = [
+        line for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()) if line["kind"] == "step"
+    ]
+
+    def row(*losses: float) -> str:
+        made = [evaluation(n, [x, x + 1, x + 2], "loss").model_dump(mode="json") for n, x in enumerate(losses)]
+        folders.write_lines(folder / "metrics.jsonl", [*steps, *made])
+        return report.write(folder).read_text().partition(f"{FALLING}</th>")[2].partition("</tr>")[0]
+
+    improving = row(4.0, 3.0, 2.0, 1.0)
+    assert "<td>no evaluation</td>" in improving and "never" in improving
+    worse = row(4.0, 1.0, 2.0, 2.5)
+    assert "<td>2 of 4 evaluations</td>" in worse and "step 2<" in worse

@@ -413,6 +413,10 @@ def test_what_cannot_be_trained_is_refused(make_config: Make, data: Path, talks:
     questions.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
     with pytest.raises(DataError, match=r"are questions \(prompt, answer\), which no term trains on"):
         build(make_config(SFT, f"data={{train: {questions}, heldout: 0.0}}"), lambda _: None)
+    questions.write_text('{"question": "1 + 1?", "answer": "2"}\n')
+    mapped = f"data={{train: {questions}, heldout: 0.0, columns: {{prompt: question}}}}"
+    with pytest.raises(DataError, match=r"data\.columns={prompt: question, completion: answer}; .*give grade=exact"):
+        build(make_config(SFT, mapped), lambda _: None)
 
 
 def test_a_wrong_row_stops_with_exit_2_and_no_folder(

@@ -82,7 +82,8 @@ def recognise(columns: Iterable[str]) -> Layout:
     known = "; ".join(", ".join(layout.columns) for layout in LAYOUTS)
     raise DataError(
         f"the columns {', '.join(sorted(there))} are no layout that is known ({known}); name yours with data.columns, "
-        "for example data.columns={prompt: question}."
+        "for example data.columns={prompt: question, completion: answer} for sft, or "
+        "data.columns={prompt: question, answer: answer} and grade=exact for a reward."
     )
 
 

@@ -28,9 +28,14 @@ def read_config(folder: Path) -> dict[str, Any]:
     """The folder's config.json, or an error with the reason why it is not a model folder."""
     path = folder / "config.json"
     if not path.is_file():
+        run = folder.parent if (folder.parent / "run.json").is_file() else folder
+        if (run / "run.json").is_file() or (folder / "adapter_config.json").is_file():
+            raise UnusableModel(
+                f"{folder} is a run or an adapter, not a model; merge it with `earnest export {run}`, and give "
+                f"model={run / 'export' / 'merged'} (in Python, en.load_adapter loads it onto its base model)."
+            )
         raise UnusableModel(
-            f"{folder} has no config.json, so it is not a model folder. Give the folder that save_pretrained wrote "
-            "(an adapter's folder is loaded with en.load_adapter)."
+            f"{folder} has no config.json, so it is not a model folder; give the folder that save_pretrained wrote."
         )
     try:
         config = json.loads(path.read_text(encoding="utf-8"))

@@ -97,8 +97,8 @@ def over_seeds(runs: Sequence[Run]) -> dict[str, tuple[float, float]]:
     return {name: (statistics.fmean(values), statistics.stdev(values)) for name, values in table.items()}
 
 
-COLUMNS = ("run", "status", "steps", "before", "after", "change", "vs. first", "training time")
-NARROW = ("run", "steps", "before", "after", "change", "vs. first")
+COLUMNS = ("run", "status", "steps", "measure", "before", "after", "change", "vs. first", "training time")
+NARROW = ("run", "steps", "measure", "before", "after", "change", "vs. first")
 """The columns in a terminal."""
 
 
@@ -121,11 +121,11 @@ def results(runs: Sequence[Run]) -> list[list[str]]:
                 _pm(signed(change.gain), change.se),
                 "–" if first is None or run is runs[0] else _against(first, change),
             ]
-        rows.append([name, header.status, steps, *numbers, duration(header.seconds)])
+        rows.append([name, header.status, steps, run.measure, *numbers, duration(header.seconds)])
     found = over_seeds(runs) if only_seeds(runs) else {}
     if found:
         spread = [f"{fixed(mean)} ± {fixed(sd)}" for mean, sd in found.values()]
-        rows.append(["mean ± s.d.", "", f"{len(runs)} seeds", *spread, "", ""])
+        rows.append(["mean ± s.d.", "", f"{len(runs)} seeds", runs[0].measure, *spread, "", ""])
     return rows
 
 

@@ -20,6 +20,10 @@ from earnest.report.markup import Html, el, join
 BINS = 12
 LISTED = 20
 """Problems, duplicates and leaks that are listed."""
+QUESTIONS = (
+    "no token: an answer is for a grader, which a run needs (grade=exact, for example); to train on the answers, give "
+    "columns={prompt: …, completion: …} with the names of your columns"
+)
 _BARS = " ▁▂▃▄▅▆▇█"
 
 
@@ -74,7 +78,7 @@ def terminal(data: Dataset, rows: int, coloured: bool) -> RenderableType:
             if len(lines) > LISTED:
                 parts.append(Text(f"  and {len(lines) - LISTED} more (--json lists all)", style="dim"))
     shown = list(_shown(data, rows))
-    if shown:
+    if shown and found["layout"] != "questions":
         parts.append(Text(f"\ntrained tokens are {'green' if coloured else 'between ⟦ and ⟧'}", style="dim"))
     for side, number, example in shown:
         parts.append(Text(f"\n{side} row {number}", style="bold"))
@@ -99,6 +103,8 @@ def _facts(found: dict[str, Any]) -> Iterator[tuple[str, str]]:
             f"{tokens['shortest']} to {tokens['longest']}, median {tokens['median']}, limit {tokens['limit']}   {bars}",
         )
         yield "trained", f"{tokens['trained']:,} of {tokens['all']:,} tokens ({tokens['trained'] / tokens['all']:.0%})"
+    if found["layout"] == "questions":
+        yield "trained", QUESTIONS
     yield (
         "found",
         f"{len(found['problems'])} problems, {found['too_long']} rows too long, {len(found['duplicates'])} duplicates, "

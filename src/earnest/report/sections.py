@@ -138,20 +138,22 @@ def update(run: Run) -> tuple[Html | None, list[Chart]]:
 
 
 def watch(run: Run) -> Html | None:
-    """Each condition of the watch: how many steps in a row it was true of, and when it warned."""
+    """Each condition of the watch: of how many steps or evaluations it was true, and at which steps it warned."""
     if not run.steps:
         return None
     found = RunWatch.of(run)
     rows = [
         _condition(
             streak.condition.name,
-            f"{streak.longest} of {streak.condition.steps} in a row" if streak.count else "no step",
-            "" if not streak.warned else "step " + ", ".join(f"{step:,}" for step in streak.warned),
+            f"{streak.count} of {len(streak.shown)} steps, at most {streak.longest} in a row"
+            if streak.count
+            else "no step",
+            streak.warned,
         )
         for streak in found.streaks
     ]
-    fell = [text for text in found.warnings if text.startswith("the held-out")]
-    rows.append(_condition(FALLING, f"{len(run.evaluations)} evaluations", f"{len(fell)} times" if fell else ""))
+    worse = f"{len(found.worse)} of {len(run.evaluations)} evaluations" if found.worse else "no evaluation"
+    rows.append(_condition(FALLING, worse, found.warned_worse))
     head = el("tr", *(el("th", name, scope="col") for name in ("condition", "true of", "warned at")))
     table = scroll("Watch", el("table", el("thead", head), el("tbody", *rows), class_="checks"))
     told = el("ul", *(el("li", text) for text in found.warnings)) if found.warnings else None
@@ -159,8 +161,9 @@ def watch(run: Run) -> Html | None:
     return section("watch", "Watch", el("p", lead), told, table)
 
 
-def _condition(name: str, seen: str, warned: str) -> Html:
-    outcome = badge(warned, "warn") if warned else badge("never", "good")
+def _condition(name: str, seen: str, warned: Sequence[int]) -> Html:
+    steps = "step " + ", ".join(f"{step:,}" for step in warned)
+    outcome = badge(steps, "warn") if warned else badge("never", "good")
     return el("tr", el("th", name, scope="row"), el("td", seen), el("td", outcome))
 
 

@@ -167,7 +167,10 @@ class Streak:
 
 
 class RunWatch:
-    """The conditions over a run so far. ``advice`` replaces what a condition (by its name) advises."""
+    """The conditions over a run so far. ``advice`` replaces what a condition (by its name) advises.
+
+    ``worse`` has the step of each evaluation that is worse than the best one, ``warned_worse`` those that warned.
+    """
 
     def __init__(
         self, lines: Iterable[StepRecord | EvalRecord | Mapping[str, Any]] = (), advice: Mapping[str, str] | None = None
@@ -178,6 +181,8 @@ class RunWatch:
         self.lines: list[StepRecord | EvalRecord] = []
         self._before: StepRecord | None = None
         self._fell = False
+        self.worse: list[int] = []
+        self.warned_worse: list[int] = []
         for line in lines:
             self.add(line)
 
@@ -197,6 +202,8 @@ class RunWatch:
             fell = fallen(self.lines)
             found = [f"{fell}. {self.advice[FALLING]}"] if fell is not None and not self._fell else []
             self._fell = fell is not None
+            self.worse += [line.step] if self._fell else []
+            self.warned_worse += [line.step] if found else []
         else:
             pairs = [(streak, streak.add(line, self._before)) for streak in self.streaks]
             found = [f"{what}. {self.advice[s.condition.name]}" for s, what in pairs if what is not None]

@@ -216,7 +216,7 @@ class TrainingLoop:
             idle = nothing.idle
         done = time.perf_counter()
         self.step, self.seconds = step, self.seconds + done - started
-        seconds = {"sample": sampled - started, "train": done - sampled}
+        seconds = {"sample" if collected.attempts else "rows": sampled - started, "train": done - sampled}
         self.line = step_line(step, engine, objective, collected, seconds, report or idle)
         self._record_step(self.line)
         for number, a in enumerate(collected.attempts[: config.samples.train]):

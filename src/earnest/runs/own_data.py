@@ -62,11 +62,11 @@ class OwnData:
         self.dataset = dataset
         self.kind = dataset.at("train", 0).kind
         if self.kind not in ROLES:
-            assert dataset.layout is not None, "a data set that can be trained on has a layout"
+            names = {"prompt": "prompt", "answer": "answer"} | (dataset.settings.columns or {})
             raise DataError(
-                f"data: the rows of {self.path} are {dataset.layout.name} ({', '.join(dataset.layout.columns)}), which "
-                "no term trains on; give conversations, prompt and completion, text, prompt, chosen and rejected, or "
-                "prompt, completion and label."
+                f"data: the rows of {self.path} are questions (prompt, answer), which no term trains on without a "
+                f"grader; to train on the answers (sft, for example), give data.columns={{prompt: {names['prompt']}, "
+                f"completion: {names['answer']}}}; to train with a reward, give grade=exact or another grader."
             )
 
     @classmethod
