@@ -124,7 +124,7 @@ def _rows(policy: Policy, record: Run | None) -> tuple[list[list[int]], str]:
     """Token rows to compare on, and what they are: held-out prompts of the run with their answers."""
     found: dict[str, list[int]] = {}
     for sample in record.samples if record is not None else ():
-        if sample.prompt_id not in found and len(found) < ROWS:
+        if sample.prompt and sample.prompt_id not in found and len(found) < ROWS:  # a training row has no prompt
             messages = [m.model_dump(exclude_none=True) for m in sample.prompt]
             found[sample.prompt_id] = [*policy.render(messages), *policy.encode(sample.completion)]
     what = "prompts of the run" if found else "fixed prompts"
