@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import json
 import warnings
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,8 +24,10 @@ from earnest.adapters.conformance import perturb
 from earnest.adapters.trained import load_trained
 from earnest.config import load_file
 from earnest.errors import EarnestError
+from earnest.report.load import load as load_run
 from earnest.runs import export as module
 from earnest.runs import start
+from tests.report import folders
 from tests.runs.tiny import recipe
 
 IDS = torch.arange(7, 19)[None]
@@ -93,6 +96,14 @@ def test_an_embedding_and_a_head_that_are_no_longer_tied(tmp_path: Path) -> None
     assert not theirs.config.tie_word_embeddings and policy.model.config.tie_word_embeddings
     torch.testing.assert_close(logits(theirs), logits(policy.model), rtol=0, atol=1e-3)
     assert done.difference < 1e-3 < done.base_difference and "fixed prompts" in str(done)
+
+
+def test_training_rows_among_the_samples_are_not_compared_on(tmp_path: Path) -> None:
+    """A run on the user's own rows has few held-out samples, and training rows, whose prompt is empty."""
+    run = load_run(folders.make(tmp_path / "run"))
+    own, asked = run.samples[0].model_copy(update={"prompt": (), "prompt_id": "training row 1"}), run.samples[0]
+    rows, what = module._rows(en.load("nano"), dataclasses.replace(run, samples=(own, asked)))
+    assert len(rows) == 1 and what == "prompts of the run"
 
 
 def test_all_weights_are_exported_bit_for_bit(tmp_path: Path) -> None:
