@@ -186,9 +186,9 @@ class Moody:
 def test_graders_that_raise_are_counted_and_stop_the_run_past_the_share(
     tmp_path: Path, make_config: Make, quiet: Console, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import earnest.config.task
+    import earnest.runs.setup
 
-    monkeypatch.setattr(earnest.config.task, "get_task", lambda *_: Moody(4))
+    monkeypatch.setattr(earnest.runs.setup, "get_task", lambda *_: Moody(4))
     folder = start("test", make_config("max_grader_errors=0.5", f"out={tmp_path / 'run'}"), quiet).folder
     steps = [line for line in lines(folder / "metrics.jsonl") if line["kind"] == "step"]
     assert all(line["metrics"]["grader_errors"] == 2 for line in steps)

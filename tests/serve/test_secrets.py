@@ -87,7 +87,7 @@ def _talk(server: Guarded) -> None:
 
 
 def _push(server: Guarded) -> None:
-    send = {"params": {"lora_name": "pushed"}, "headers": {"X-API-Key": KEY}}
+    send = {"params": {"lora_name": "sent"}, "headers": {"X-API-Key": KEY}}
     assert server.http.post("/v1/upload_lora_adapter", content=f"{WORD} zip", **send).status_code == 400
     whole = server.http.get("/v1/adapters/assistant/versions/1/export").content
     assert server.http.post("/v1/upload_lora_adapter", content=whole, **send).status_code == 200

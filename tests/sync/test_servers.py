@@ -49,8 +49,19 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def local() -> Setup:
+def made() -> Setup:
     return build(from_mapping(RECIPE), lambda _: None)
+
+
+@pytest.fixture
+def local(made: Setup) -> Iterator[Setup]:
+    """The trainer, with the initial weights again after each test, as a new version."""
+    before = [tensor.detach().clone() for tensor in made.adapter.parameters()]
+    yield made
+    with torch.no_grad():
+        for tensor, value in zip(made.adapter.parameters(), before, strict=True):
+            tensor.copy_(value)
+    made.engine.version += 1
 
 
 def sampler(setup: Setup, url: str, **more: Any) -> SamplerPool:

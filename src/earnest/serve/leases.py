@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from earnest.serve.errors import Loading, NoModel, damaged
 from earnest.serve.host import Host
+from earnest.serve.names import PUSHED_LAST
 from earnest.serve.rows import AdapterRow
 from earnest.serve.store import PUSHED, ServerStore
 
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from earnest.adapters import Adapter
 
 log = logging.getLogger("earnest.serve")
-PUSHED_LAST = "pushed"
-"""The model's name that means the adapter that was pushed last."""
 
 
 @dataclass(frozen=True)
