@@ -216,9 +216,9 @@ def test_what_was_started_for_sampling_ends_with_a_worker_and_with_the_launcher(
         def close(self) -> None:
             closed.append(self.workers)
 
-    def build(config: RunConfig, say: Any) -> Any:
+    def build(config: RunConfig, say: Any, mesh: Any = None) -> Any:
         alone = config.model_copy(update={"sampling": config.sampling.model_copy(update={"workers": 0})})
-        built = setup.build(alone, say)
+        built = setup.build(alone, say, mesh)
         return replace(built, samplers=FakeSampler(config.sampling.workers, built.engine))
 
     monkeypatch.setattr(launch, "build", build)
