@@ -139,8 +139,9 @@ def test_a_script_without_transformers_imports_none_of_it(tmp_path: Path) -> Non
 @pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
 @pytest.mark.parametrize("calls", [1, 6, 40])
 def test_a_loop_that_never_steps_does_not_exit_with_0(
-    calls: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    calls: int, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     text = LOOP.format(rate="1e-3").replace("        optimizer.step()\n", "").replace("range(6)", f"range({calls})")
     text = text.replace("w.step(loss, metrics)", "w.step(loss, metrics, mask=torch.eye(2))")
     with pytest.raises(SystemExit) as end:

@@ -152,7 +152,7 @@ def test_completions_under_way_continue_with_new_weights(
     server: str, local: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server ends what it samples and keeps the tokens: one request for each prompt before, one for each
-    completion after, and no slices."""
+    completion that has tokens after, and no slices. A prompt that was still queued is requested as before."""
     monkeypatch.setattr("earnest.sync.servers.LOOK", 0.01)
 
     def sampling() -> bool:
@@ -172,7 +172,8 @@ def test_completions_under_way_continue_with_new_weights(
         sampled = [body for body in sent if not body.get("echo")]
         left = [96 - r.continued[0][0] for r in found if r.continued]
         assert [body["max_tokens"] for body in sampled[:2]] == [96, 96]
-        assert sorted(body["max_tokens"] for body in sampled[2:]) == sorted(left)
+        again = [body["max_tokens"] for body in sampled[2:]]
+        assert sorted(n for n in again if n < 96) == sorted(n for n in left if n < 96) != []
 
 
 def test_a_recipe_trains_with_it(server: str, tmp_path: Path) -> None:
