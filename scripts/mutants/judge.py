@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ast
 import hashlib
+import importlib
 import json
 import os
 import shutil
@@ -214,14 +215,10 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="run survivors again, with the tests of today")
     words = parser.parse_args()
     # What most tests import, once; a child inherits it.
-    import beartype  # noqa: F401
-    import fastapi.testclient  # noqa: F401
-    import hypothesis  # noqa: F401
-    import jaxtyping  # noqa: F401
-    import rich.progress  # noqa: F401
+    for name in ("beartype", "fastapi.testclient", "hypothesis", "jaxtyping", "rich.progress", "typer.testing"):
+        importlib.import_module(name)
     import torch
     import transformers
-    import typer.testing  # noqa: F401
 
     torch.set_num_threads(1)
     nano = ROOT / "src/earnest/models/nano"

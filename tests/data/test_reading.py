@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -124,3 +125,51 @@ def test_dates_become_texts_also_where_a_row_is_compared(tmp_path: Path) -> None
     found = Dataset.load(DataSettings(train=str(tmp_path / "a.parquet"), heldout=0), tiny.policy(), 100)
     assert (found.size("train"), found.counts.duplicates) == (2, 0)
     assert [e.row["day"] for e in found.examples("train")] == ["2026-01-01", "2026-01-02"]
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_id_and_split(tmp_path: Path) -> None:
+    """The id is a folder here, which `datasets` loads in the same way; no network is needed."""
+    folder = tmp_path / "animals"
+    folder.mkdir()
+    for name, count in (("train", 3), ("test", 1)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(r) + "\n" for r in ROWS[:count]))
+    assert [r.values for r in rows(f"hf:{folder}") if isinstance(r, DatasetRow)] == ROWS
+    assert [r.values for r in rows(f"hf:{folder}:test") if isinstance(r, DatasetRow)] == ROWS[:1]
+    with pytest.raises(DataError, match="cannot be read from the Hugging Face hub"):
+        list(rows(f"hf:{folder}:validation"))
+
+
+def large(path: Path, count: int) -> None:
+    """``count`` rows of 60 kB each, in one Arrow batch or in small groups of Parquet."""
+    made = [{"prompt": f"sort {i}", "completion": f"{i}", "notes": f"{i:06}" * 10_000} for i in range(count)]
+    if path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(r) + "\n" for r in made))
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            table = csv.DictWriter(file, list(made[0]))
+            table.writeheader()
+            table.writerows(made)
+    elif path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(made), path, row_group_size=10, compression="none", use_dictionary=False)
+    else:
+        whole = pa.Table.from_pylist(made)
+        with pa.OSFile(str(path), "wb") as sink, pa.ipc.new_file(sink, whole.schema) as writer:
+            writer.write_table(whole)
+
+
+@pytest.mark.parametrize("ending", ["jsonl", "csv", "parquet", "arrow"])
+def test_memory_does_not_grow_with_the_file(ending: str, tmp_path: Path) -> None:
+    """All rows of 12 MB are checked and read with less than a third of that in memory, Arrow's own included."""
+    path, policy = tmp_path / f"rows.{ending}", tiny.policy()
+    large(path, 200)
+    settings = DataSettings(train=str(path), heldout=0.0)
+    size, before = path.stat().st_size, pa.total_allocated_bytes()
+    assert size > 10e6
+    of_arrow: list[int] = []
+    tracemalloc.start()
+    try:
+        data = Dataset.load(settings, policy, 100, lambda _: of_arrow.append(pa.total_allocated_bytes() - before))
+        assert sum(len(e.row["notes"]) for e in data.examples("train")) == 200 * 60_000
+        assert tracemalloc.get_traced_memory()[1] + max(of_arrow) < size / 3
+    finally:
+        tracemalloc.stop()

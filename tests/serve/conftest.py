@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import socket
 import threading
 import time
@@ -38,10 +39,12 @@ class Live:
 
     def __init__(self, state: State, url: str, server: uvicorn.Server, key: str | None = None) -> None:
         self.state, self.url, self.server = state, url, server
+        self.seeds = itertools.count()
         self.http = httpx.Client(base_url=url, timeout=60, headers={"Authorization": f"Bearer {key}"} if key else {})
 
     def chat(self, model: str = "assistant", text: str = "Describe the fox.", **more: Any) -> dict[str, Any]:
-        body = {"model": model, "messages": [{"role": "user", "content": text}], "max_tokens": 12, **more}
+        messages = [{"role": "user", "content": text}]
+        body = {"model": model, "messages": messages, "max_tokens": 12, "seed": next(self.seeds), **more}
         found = self.http.post("/v1/chat/completions", json=body)
         assert found.status_code == 200, found.text
         return found.json()
@@ -108,8 +111,9 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture
 def adapter(live: Live, request: pytest.FixtureRequest) -> Iterator[Callable[..., str]]:
-    """Makes adapters that are gone after the test."""
+    """Makes adapters that are gone after the test. What they learn from does not depend on the tests before."""
     made: list[str] = []
+    live.seeds = itertools.count()
 
     def make(name: str, **learn: Any) -> str:
         live.post("/v1/adapters", {"name": name, "learn": learn}, 201)

@@ -104,7 +104,7 @@ def _tinker(server: Guarded) -> None:
     server.post(f"{wire}/asample", {"prompt": WORD}, 400)
     server.post(f"{wire}/telemetry", {"events": [WORD]}, 200)
     garbage = server.http.post(f"{wire}/forward_backward", content=WORD, headers={"Content-Encoding": "zstd"})
-    assert garbage.status_code == 400
+    assert garbage.status_code in (400, 501)  # 501 where the extra that reads zstd is not installed
 
 
 def test_secrets_are_never_written(guarded: Guarded) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,38 +198,35 @@ def _cell(text: str) -> Any:
 def _parquet(file: Path) -> Iterator[DatasetRow | Problem]:
     parquet = _pyarrow("pyarrow.parquet", file)
     try:
-        table = parquet.ParquetFile(file)
-        number = 0
-        for batch in table.iter_batches(batch_size=256):
-            for values in batch.to_pylist():
-                number += 1
-                yield DatasetRow(Place(str(file), number, "row"), values)
+        # pre_buffer would hold all row groups at once.
+        table = parquet.ParquetFile(file, memory_map=True, pre_buffer=False)
+        yield from _records(file, table.iter_batches(batch_size=16))
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not a whole Parquet file ({_first(error)}); write it again.") from None
 
 
 def _arrow(file: Path) -> Iterator[DatasetRow | Problem]:
-    ipc = _pyarrow("pyarrow.ipc", file)
-    number = 0
+    """`datasets` writes the streaming form, others the file form. The file is mapped, not loaded: a batch may be all of
+    it."""
+    arrow, ipc = _pyarrow("pyarrow", file), _pyarrow("pyarrow.ipc", file)
     try:
-        for batch in _batches(ipc, file):
-            for values in batch.to_pylist():
-                number += 1
-                yield DatasetRow(Place(str(file), number, "row"), values)
+        with arrow.memory_map(str(file)) as opened:
+            whole = opened.read(6) == b"ARROW1"
+            opened.seek(0)
+            if whole:
+                table = ipc.open_file(opened)
+                yield from _records(file, (table.get_batch(i) for i in range(table.num_record_batches)))
+            else:
+                yield from _records(file, ipc.open_stream(opened))
     except (OSError, ValueError) as error:
         raise DataError(f"{file} is not a whole Arrow file ({_first(error)}); write it again.") from None
 
 
-def _batches(ipc: Any, file: Path) -> Iterator[Any]:
-    """`datasets` writes the streaming form, others the file form."""
-    with file.open("rb") as opened:
-        whole = opened.read(6) == b"ARROW1"
-        opened.seek(0)
-        if whole:
-            table = ipc.open_file(opened)
-            yield from (table.get_batch(i) for i in range(table.num_record_batches))
-        else:
-            yield from ipc.open_stream(opened)
+def _records(file: Path, batches: Iterable[Any]) -> Iterator[DatasetRow]:
+    """The rows of Arrow's batches, a few at a time as Python objects."""
+    slices = (batch.slice(start, 16) for batch in batches for start in range(0, batch.num_rows, 16))
+    for number, values in enumerate((values for part in slices for values in part.to_pylist()), 1):
+        yield DatasetRow(Place(str(file), number, "row"), values)
 
 
 def _pyarrow(module: str, file: Path) -> Any:

@@ -1,4 +1,4 @@
-"""Download a Hugging Face id to a local folder. The hub is asked once, without retries; an error is one sentence."""
+"""Download a Hugging Face id to a local folder. One request, no retries; an error is one sentence."""
 
 from __future__ import annotations
 
