@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,31 @@ def test_listings_as_json(words: str, capsys: pytest.CaptureFixture[str]) -> Non
         main([*words.split(), "--json"])
     records = json.loads(capsys.readouterr().out)
     assert end.value.code == 0 and len(records) > 1 and len({tuple(r) for r in records}) == 1
+    with pytest.raises(SystemExit):
+        main(words.split())
+    assert not capsys.readouterr().out.lstrip().startswith("["), "a table, unless JSON is requested"
+
+
+def test_adapters_are_checked_with_and_without_compiling(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def checked(compile: bool) -> tuple[Listing, list[str]]:
+        seen.append(compile)
+        return Listing("adapters", ("adapter",)), ["lora: a fault"]
+
+    monkeypatch.setattr("earnest.listings.checked_adapters", checked)
+    for word in ("--check", "--compile"):
+        with pytest.raises(SystemExit) as end:
+            main(["adapters", word])
+        assert end.value.code == 1
+    assert seen == [False, True]
+
+
+def test_the_help_of_audit_shows_which_options_take_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["audit", "--help"])
+    shown = capsys.readouterr().out
+    assert all(re.search(rf"--{name}\s+FILE", shown) for name in ("junit", "sarif", "markdown"))
 
 
 def test_no_folder_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

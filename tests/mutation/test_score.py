@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from earnest.mutation import OPERATORS, score, score_tests
-from earnest.mutation.operators import mutants
-from earnest.mutation.score import MutationError, _left_out
+from earnest.mutation.operators import Mutant, mutants
+from earnest.mutation.score import MutationError, _left_out, _try
 
 SOURCE = """
 def loss(logp, kl, beta):
@@ -116,6 +116,12 @@ def test_a_mutant_is_gone_before_the_next_one(project: Path) -> None:
     assert "| `src/untested.py` | 1 | 0 | 1 | 0% |" in found.table()
 
 
+def test_a_mutant_whose_tests_do_not_end_is_a_timeout(project: Path) -> None:
+    mutant = Mutant(1, "x", "def loss(*_): ...\n")
+    assert _try(project, Path("src/tiny.py"), mutant, Path("test_weak.py"), 0.001) == "timeout"
+    assert (project / "src/tiny.py").read_text() == SOURCE
+
+
 def test_only_what_is_read_is_ignored_and_only_results_are_detached() -> None:
     made = [m.what for m in mutants("def f(clip, y):\n    clip = 1\n    x = y\n    z = g(clip)\n    return z\n")]
     assert made.count("clip is ignored") == 1 and [w for w in made if "detached" in w] == ["z is detached"]
@@ -125,10 +131,11 @@ def test_the_command_prints_the_given_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = []
-    for name in ("a", "b"):
+    for name in ("command", "a", "b"):
         files.append(tmp_path / f"{name}.jsonl")
-        files[-1].write_text(json.dumps({"file": name, "line": 3, "what": "x", "fate": "survived", "key": name}) + "\n")
-    monkeypatch.setattr(sys, "argv", ["mutation", *map(str, files)])
+        found = [{"file": name, "line": 3, "what": fate, "fate": fate, "key": fate} for fate in ("survived", "killed")]
+        files[-1].write_text("".join(json.dumps(outcome) + "\n" for outcome in found))
+    monkeypatch.setattr(sys, "argv", list(map(str, files)))
     runpy.run_path(str(Path(score.__file__).with_name("__main__.py")), run_name="__main__")
     shown = capsys.readouterr().out
-    assert "| `a` | 1 | 0 | 1 | 0% |" in shown and "| `b` | 3 | x |" in shown
+    assert "| `a` | 2 | 1 | 1 | 50% |" in shown and "| `b` | 3 | survived |" in shown and "`command`" not in shown

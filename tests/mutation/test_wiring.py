@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from earnest.mutation.operators import Rewrite, mutants
+from earnest.mutation.operators import Rewrite, arguments, mutants
 from scripts.mutants.judge import executing, within
 from scripts.mutants.table import results, rows
 from scripts.mutants.wiring import (
@@ -34,6 +34,9 @@ from scripts.mutants.wiring import (
         (default, "x: float = 0.0", ["x: float = 1.0"]),
         (default, "def f(a=None, b='x'): ...", []),
         (argument_dropped, "f(a, b=1, **c)", ["f(a, **c)"]),
+        (arguments, "f(a, b)", ["f(b, a)"]),
+        (arguments, "f(a, b, c)", ["f(b, a, c)"]),
+        (arguments, "f(a, *b)", []),
         (guard_removed, "if a:\n    raise E\nb", ["pass\nb"]),
         (guard_removed, "if a:\n    b()\n", []),
         (guard_removed, "if a:\n    raise E\nelse:\n    b()", []),

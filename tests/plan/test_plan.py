@@ -22,6 +22,7 @@ from earnest.plan import Device, Memory, MemoryPlan, plan
 from earnest.plan import shape as shapes
 from earnest.plan.advice import _options, largest
 from earnest.plan.memory import memory, optimizer_bytes, parse_bytes, vocabulary_bytes
+from earnest.plan.paper import paper
 from earnest.plan.shape import PassSize, Shape, bytes_of
 from earnest.plan.workload import Workload, workload
 
@@ -133,6 +134,24 @@ def test_shards_need_less_and_send_more() -> None:
     assert two.paper.operations == pytest.approx(one.paper.operations / 2, rel=0.1)
 
 
+@pytest.mark.parametrize(("adapter", "trained"), [("lora", False), ("full", True)])
+def test_trained_weights_are_gathered_and_cost_a_pass(adapter: str, trained: bool) -> None:
+    """Passes over the weights: forward, the gradient of the activations, that of trained weights, and forward again."""
+    words = f"adapter={{kind: {adapter}, targets: null}}"
+    shape = Shape(small(2), torch.bfloat16, config(words).adapter)
+    assert shape.policy.head.weight.dtype == torch.bfloat16, "whatever the config of the model has"
+    work = Workload(groups=4, group=1, prompt=50, completion=14)
+    device = Device("gpu", 10**9, 2)
+    sharded = memory(shape, config(words, "engine.shard=2", "sampling.workers=1"), work, device).moments["sample"]
+    whole = bytes_of(shape.weights) + (bytes_of(shape.adapter.parameters()) if trained else 0)
+    assert sharded["gathered weights"] == whole
+    once, again = (
+        paper(shape, config(words, f"engine.checkpoint_activations={word}"), work, device).operations
+        for word in ("false", "true")
+    )
+    assert again / once == pytest.approx(8 / 6 if trained else 6 / 4)
+
+
 def test_the_largest_micro_batch_is_the_largest() -> None:
     """A run with that many rows in a micro-batch fits, and one with a tenth more does not."""
     device = Device("cpu", 80 * 10**6)
@@ -157,6 +176,8 @@ def test_mistakes_in_the_command() -> None:
     ]
     with pytest.raises(ConfigError, match="a service plans its own memory"):
         plan(config("engine={kind: tinker}"), Device("gpu", 10**9))
+    with pytest.raises(ConfigError, match="layers that ranks share is not predicted"):
+        plan(config("engine.tensor=2", "sampling.workers=1"), Device("gpu", 10**9, 2))
 
 
 def test_a_folder_without_a_config_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -170,15 +191,17 @@ def test_the_rows_that_are_decoded_together() -> None:
     """Those of training or of the evaluation, whichever are more; not those with more prompts."""
     work = Workload(groups=10, group=1, prompt=4, completion=4, evaluated=(4, 8))
     assert work.sampled(256, 1) == (32, 4) and work.sampled(256, 4) == (8, 1) and work.sampled(3, 1) == (3, 3)
+    assert [len(replace(work, group=n).batch(3)) for n in (1, 2)] == [3, 6], "the rows of three prompts"
 
 
-def test_the_lengths_of_rows(tmp_path: Path) -> None:
+def test_the_lengths_of_rows(tmp_path: Path, seventy: Path) -> None:
     def found(tokens: int | None, *overrides: str) -> Workload:
         return workload(config(*overrides), tokens, lambda _: None)
 
     assert (found(8).prompt, found(8).completion) == (1, 7) and found(100).row_tokens == 100
     measured = found(None, "sampling.max_new_tokens=9")
     assert measured.completion == 9 and 1 < measured.prompt < 100
+    assert found(None, f"model={seventy}").lengths_from == "assumed: there is no tokenizer"
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"say {i}", "completion": "yes"}) + "\n" for i in range(8)))
     given = {"model": "nano", "adapter": {"kind": "lora"}, "objective": [{"kind": "sft"}], "steps": 1}
@@ -203,6 +226,7 @@ def test_a_teachers_states_are_part_of_the_vocabularys_memory() -> None:
         for kind in ("entropy", "sdpo")
     )
     row, width = shape.vocabulary * 4, shape.width * 4
+    assert plain == 2 * tokens * (width + row), "states and logits, each with its derivative"
     assert taught - plain == tokens * width + tokens * row, "their states, and one more block of logits"
 
 

@@ -23,7 +23,7 @@ from earnest.proving import sharded, step_of
 from earnest.proving.metrics import NARROW
 from earnest.proving.proof import relevant
 from earnest.proving.settings import rebuild
-from earnest.proving.step import _unique_pairs
+from earnest.proving.step import _batch, _data, _unique_pairs
 from earnest.settings import setting
 from earnest.signals import Batch, Reference, Teacher
 from tests.engines.conftest import VOCABULARY, perturb, tiny_policy
@@ -178,6 +178,19 @@ def test_settings_metrics_and_signals_are_all_declared() -> None:
     assert "distill.wrap.temperature" not in wrapped.knobs, "a wrapper has no support of its own"
     sdpo = step_of(*prepared_with(en.SDPO(top_k=4, route="failed")))
     assert sdpo.knobs["sdpo.top_k"] == 4 and "correct" in sdpo.roles
+    families = [step_of(*prepared_with(term)).family for term in (en.GRPO(), en.DPO(), en.SDPO(top_k=4), en.SFT())]
+    assert families == ["policy gradient", "preference", "divergence", "sft"]
+
+
+def test_a_batch_survives_its_way_through_a_dictionary() -> None:
+    _, rows = prepared(torch.float32, 0)
+    original = replace(rows, estimator="rloo", temperature=0.7, policy_version=torch.arange(len(rows)))
+    again = _batch(original, _data(original)[0])
+    tensors = ("inputs", "weight", "length", "group", "pair", "policy_version", "advantages", "behaviour", "proximal")
+    for name in tensors:
+        assert torch.equal(getattr(again, name), getattr(original, name)), name
+    for name in ("role", "temperature", "max_length", "estimator"):
+        assert getattr(again, name) == getattr(original, name), name
 
 
 def test_a_copy_of_the_model_has_no_spectral_norm_of_its_own() -> None:
