@@ -61,10 +61,11 @@ def script(folder: Path, text: str) -> Path:
 
 def test_a_good_script_exits_with_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
+    words, places = list(sys.argv), list(sys.path)
     with pytest.raises(SystemExit) as end:
         main(["audit", str(path), "--json", "lr=3"])
     out, err = capsys.readouterr()
-    assert end.value.code == 0
+    assert end.value.code == 0 and sys.argv == words and sys.path == places, "as before the script ran"
     assert json.loads(out)["holds"] and "hello from ['lr=3']" in err
 
 

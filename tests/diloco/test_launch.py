@@ -34,6 +34,7 @@ from earnest.diloco.launch import job_of, resume, start, wants_gpu
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.worker import read_config, work
 from earnest.errors import ConfigError, EarnestError, SamplingError
+from earnest.report.watch import FALLING
 from earnest.runs import setup
 from earnest.runs.errors import Interrupted
 from earnest.runs.folder import RunFolder
@@ -148,6 +149,7 @@ def test_workers_average_over_a_lighthouse_if_the_settings_name_one(make: Make, 
     assert [(line["step"], line["metrics"]["outer/members"]) for line in steps(folder)] == [(2, 2), (4, 2)]
     sizes = {line["metrics"]["outer/bytes per replica"] for line in steps(folder)}
     numbers = sum(p.numel() for p in load(folder / "adapter" / "earnest_adapter.safetensors").values())
+    assert {line["metrics"]["outer/bytes per round"] for line in steps(folder)} == {2 * size for size in sizes}
     assert len(sizes) == 1 and 2 * numbers < sizes.pop() <= 4 * numbers
     assert all(line["reward"]["n"] == 2 * 2 * 8 for line in steps(folder)), "both replicas' rewards, of both steps"
     assert not [line for line in events(folder) if "warning" in line.lower()], "no complaint about rounds"
@@ -299,6 +301,7 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     folder = RunFolder.create(tmp_path / "run", config, built.policy, header)
     launcher = Launcher(built, folder, reporter_on(quiet()), [])
     launcher.follow(config, Scripted({}), url)
+    assert "try sync.lr=1 sync.momentum=0" in launcher.watch.advice[FALLING]
     launcher._look(Stopper(print))
     first, second = (line["metrics"] for line in steps(tmp_path / "run"))
     assert first["outer/bytes per round"] is first["outer/bytes per replica"] is None and first["outer/tokens"] > 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from earnest.diloco.errors import RoundStuck
 from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import average
+from earnest.diloco.worker import TwoHooks
 from tests.diloco.test_outer import outer_of, together
 from tests.diloco.test_store import Memory
 from tests.diloco.toy import ToyEngine
@@ -122,3 +124,26 @@ def test_one_replica_cannot_move_the_average_further_than_the_others_progress() 
     torch.testing.assert_close(found, torch.tensor([(1.6 - 2.0) / 4, 1.8 / 4]))
     assert torch.equal(average(honest, [1, 1, 1], 2.0), average(honest, [1, 1, 1]))
     assert torch.equal(average([honest[0], liar], [1, 1], 2.0), average([honest[0], liar], [1, 1]))
+
+
+class Kept:
+    """An outer hook whose state is one number."""
+
+    def __init__(self, number: float) -> None:
+        self.held = torch.tensor(number)
+
+    def after_update(self, engine: Any) -> dict[str, float]:
+        return {}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"held": self.held}
+
+    def load_state_dict(self, state: Any) -> None:
+        (self.held,) = state.values()
+
+
+def test_the_replicas_and_an_averaging_teacher_keep_their_states_apart() -> None:
+    state = TwoHooks(Kept(1.0), Kept(2.0)).state_dict()
+    again = TwoHooks(Kept(0.0), Kept(0.0))
+    again.load_state_dict(state)
+    assert (float(again.first.held), float(again.then.held)) == (1.0, 2.0)  # type: ignore[attr-defined]

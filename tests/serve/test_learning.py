@@ -444,6 +444,7 @@ def test_events_are_published_for_each_phase(live: Live, adapter) -> None:
                     if kind == "version":
                         break
     kinds = [k for k, _ in seen]
+    assert (seen[0][1]["live"], seen[0][1]["pinned"]) == (0, False)
     assert kinds[0] == "adapter" and kinds[1] == "feedback" and kinds[-1] == "version" and "learn" in kinds
     assert [d["phase"] for k, d in seen if k == "learn"] == ["begins", "audit", "step", "step", "gate"]
     assert seen[-1][1]["feedback"] == [given["id"]] and seen[-1][1]["answers"]

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from earnest.models import SampleSpec, sample
 from earnest.serve.choices import chat_logprobs
-from earnest.serve.completing import CompletionWork, keep_rest
+from earnest.serve.completing import CompletionWork, keep_rest, wait
 from earnest.serve.decode import Done, PendingRequest
 from earnest.serve.decode import Request as Wanted
 from earnest.serve.errors import NotFound
@@ -79,16 +79,18 @@ def test_streaming_gives_the_same_answer(client: openai.OpenAI, live: Live) -> N
     more = {"seed": 9, "n": 2, "max_tokens": 24, "stop": ["often", "y."], "logprobs": True}
     whole = client.chat.completions.create(model="base", messages=ASKED, **more)
     texts, finishes, logprobs, usage = ["", ""], [None, None], [[], []], None
+    roles: dict[int, str] = {}
     for chunk in client.chat.completions.create(
         model="base", messages=ASKED, stream=True, stream_options={"include_usage": True}, **more
     ):
         usage = chunk.usage or usage
         for choice in chunk.choices:
+            roles[choice.index] = choice.delta.role or roles[choice.index]
             texts[choice.index] += choice.delta.content or ""
             finishes[choice.index] = choice.finish_reason or finishes[choice.index]
             logprobs[choice.index] += [t.logprob for t in choice.logprobs.content] if choice.logprobs else []
     assert texts == [c.message.content for c in whole.choices]
-    assert finishes == [c.finish_reason for c in whole.choices]
+    assert finishes == [c.finish_reason for c in whole.choices] and roles == {0: "assistant", 1: "assistant"}
     for got, choice in zip(logprobs, whole.choices, strict=True):
         assert got == pytest.approx([t.logprob for t in choice.logprobs.content], abs=1e-4)
     assert usage == whole.usage
@@ -188,6 +190,19 @@ def test_an_answer_stays_with_its_prompt(live: Live) -> None:
     for choice in (2, 3):
         with pytest.raises(NotFound):
             live.state.store.completion(work.id, choice)
+
+
+def test_the_request_of_a_client_that_disconnects_is_cancelled() -> None:
+    pending = PendingRequest(Wanted([1], SampleSpec(max_new_tokens=2)))
+    left = Done((), (), "cancelled")
+
+    async def is_disconnected() -> bool:
+        pending.finish(0, left)  # as the decoder does at the next token
+        return True
+
+    client = SimpleNamespace(is_disconnected=is_disconnected)
+    answers = asyncio.run(asyncio.wait_for(wait([pending], client), 30))
+    assert pending.cancelled and answers == [[left]]
 
 
 def test_echo_scores_the_prompt(client: openai.OpenAI, live: Live) -> None:

@@ -53,6 +53,10 @@ def test_one_token_that_is_far_off_is_found_where_the_mean_is_not(tmp_path: Path
     member.by = 0.0
     assert len(pool.sample(rows[:1], 1, SampleSpec(max_new_tokens=2))) == 1
     assert pool.metrics["sampler/probe"] <= pool.metrics["sampler/probe_max"] < 1e-4
+    for plain, files in ((None, set()), (True, {True})):
+        member.plain = plain
+        ahead = SamplerPool(engine, rows, [member], staleness=1)
+        assert set(ahead.target().weights._files) == files, "files are written only for a sampler that reads them"
 
 
 def test_an_actor_samples_as_its_engine_does(tmp_path: Path) -> None:

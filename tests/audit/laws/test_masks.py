@@ -132,9 +132,11 @@ def test_columns_and_a_row_at_once_are_told_apart(by: str) -> None:
             return each.sum() / mask.sum()
         return (each.sum(-1) / (mask.shape[1] if by == "width" else mask.sum(-1).clamp(min=1))).mean()
 
-    found = outcomes(policy_step(loss))
-    assert found["3 more columns of padding on the right"] == ("fails" if by == "width" else "holds")
-    assert found[masks.MASKED] == "holds"
+    step = policy_step(loss)
+    found = {f.subject: f for f in audit(step, laws=[masks.LAW]).findings}
+    assert found["3 more columns of padding on the right"].outcome == ("fails" if by == "width" else "holds")
+    assert found[masks.MASKED].outcome == "holds"
+    assert f"{step.rows}/{step.rows + 1} ≤ factor ≤ 1" in found[masks.MASKED].expected
 
 
 def turned(row: Tensor, width: int, fill: int) -> Tensor:

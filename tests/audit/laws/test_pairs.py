@@ -159,10 +159,11 @@ def test_a_margin_beyond_its_target_is_drawn_back_legitimately() -> None:
     def turned(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
         return ipo(model, batch, beta, sign=-1.0)
 
-    for loss, outcome in ((ipo, "holds"), (turned, "fails")):
+    for loss, outcome, there in ((ipo, "holds", "+1"), (turned, "fails", "-1")):
         step = pair_step(loss, knobs={"beta": 5.0})
         step.batch = {**step.batch, "ref_chosen": step.batch["ref_chosen"] - 20.0}
-        assert judged(step)["descending widens the margin"] == outcome
+        (found,) = (f for f in audit(step, laws=[pairs.LAW]).findings if f.subject == "descending widens the margin")
+        assert found.outcome == outcome and f", {there} at the reference" in found.measured, found
 
 
 @pytest.mark.parametrize("role", [None, "weights"])
