@@ -14,6 +14,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from earnest.config.replicas import SyncConfig
 from earnest.diloco.errors import RoundStuck
 from earnest.diloco.globals import Globals, OuterSGD
 from earnest.diloco.ledger import Ledger
@@ -117,7 +118,15 @@ def test_alone_with_outer_sgd_at_lr_1_the_local_weights_are_the_result(start: li
     assert torch.equal(zero.fragments[0].flat(), local)
 
 
-@pytest.mark.parametrize("schedule", [SyncSchedule(4, outer=OuterSGD(1.0, 0.0, False)), SyncSchedule(4, outer=None)])
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        SyncSchedule(4, outer=OuterSGD(1.0, 0.0, False)),
+        SyncSchedule.of(SyncConfig(every=4)),
+        SyncSchedule(4, outer=None),
+    ],
+    ids=["DiLoCo at lr 1", "the defaults of a recipe", "LocalSGD"],
+)
 def test_alone_nothing_is_lost_of_a_real_run(schedule: SyncSchedule) -> None:
     """The whole path, torchft included: after each round the weights are what the inner steps made of them.
 

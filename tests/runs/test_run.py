@@ -209,6 +209,10 @@ def test_graders_that_raise_are_counted_and_stop_the_run_past_the_share(
         ("objective=[{kind: sft}]", "no right answers to demonstrate"),
         ("objective=[{kind: grpo, weight: 0}]", "no term has a weight other than 0"),
         (
+            "objective=[{kind: sdpo}]; engine.estimator=sampled; sampling.temperature=0.7",
+            "sampled at temperature 0.7 .* sample at temperature 1",
+        ),
+        (
             "sampling.max_new_tokens=500",
             r"sampling.max_new_tokens: 500 tokens after the \d+ of prompt .* set at most \d+",
         ),
@@ -225,7 +229,7 @@ def test_a_mistake_leaves_no_folder(
 ) -> None:
     """Whatever can be checked is checked before the folder is made, so that the corrected command may use it."""
     with pytest.raises(EarnestError, match=says) as caught:
-        start("test", make_config(override, f"check={check}", f"out={tmp_path / 'run'}"), quiet)
+        start("test", make_config(*override.split("; "), f"check={check}", f"out={tmp_path / 'run'}"), quiet)
     assert getattr(caught.value, "exit_code", 2) == 2 and not (tmp_path / "run").exists()
 
 

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 import earnest as en
+from earnest.serve.attempts import Attempts
 from tests.serve.conftest import Live
 from tests.serve.processes import process
+from tests.serve.test_learning import SMALL
 from tests.serve.test_push import files, zipped
 
 EVIL = "(.+)+!"
@@ -63,6 +65,26 @@ def _teach(server, name: str) -> None:
     """Ask and give feedback; the server may die before it answers."""
     chat = server.chat(name).json()["id"]
     server.http.post("/v1/feedback", json={"completion_id": chat, "text": "Warmer please."})
+
+
+def test_an_adapter_whose_update_ran_at_two_deaths_waits_and_stops_no_other(live: Live, adapter) -> None:
+    """A new process makes an ``Attempts`` first; an update that is marked as running then was ended by a death."""
+    deadly, fine = (adapter(name, updates=1, gate=SMALL) for name in ("deadly", "fine"))
+    row = live.state.store.adapter(deadly)
+    for _ in range(2):
+        assert "set_aside" not in live.get("/health")
+        live.state.attempts.begin(row.id)
+        Attempts(live.state.store.db)
+    assert live.get("/health")["set_aside"] == 1 and "died 2 times" in live.get(f"/v1/adapters/{deadly}")["set_aside"]
+    given = live.teach(live.chat(deadly, max_tokens=4), text="Too cold.")
+    assert live.learned(live.teach(live.chat(fine, max_tokens=4), text="Too cold."))["status"] != "queued"
+    assert live.get(f"/v1/feedback/{given['id']}")["status"] == "queued"
+    assert live.post(f"/v1/adapters/{deadly}/resume")["set_aside"] is None
+    assert live.learned(given)["status"] != "queued"
+    live.state.attempts.begin(row.id)
+    live.state.attempts.end(row.id, done=False)  # by a shutdown
+    Attempts(live.state.store.db)
+    assert live.state.store.db.read("SELECT deaths FROM attempts WHERE adapter = ?", (row.id,))[0]["deaths"] == 0
 
 
 @pytest.mark.slow
