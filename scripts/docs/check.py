@@ -87,7 +87,9 @@ def split_with(words: str) -> tuple[str, str]:
 
 
 def applies(words: str, command: str) -> bool:
-    return command.startswith(split_with(words)[1])
+    """Whether these words belong to this command: `to earnest run` does not mean `earnest runs`."""
+    prefix = split_with(words)[1].split()
+    return command.split()[: len(prefix)] == prefix
 
 
 def _run_by(page: Page, block: Block, target: str) -> Iterator[str]:

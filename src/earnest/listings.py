@@ -132,12 +132,24 @@ def checked_adapters(compile: bool) -> tuple[Listing, list[str]]:
     return table, failures
 
 
-def tasks() -> Listing:
-    """Every task that has a name here."""
+GYM = "reasoning_gym"
+
+
+def tasks(family: str | None = None, *, datasets: bool = False) -> Listing:
+    """Every task that has a name here. The datasets of reasoning-gym share one row, unless they are the wanted
+    ``family``, or ``datasets`` is set."""
     from earnest.tasks import list_tasks
+    from earnest.tasks.base import TaskInfo
 
     table = Listing("task: NAME", ("task", "what it is", "from"))
-    for info in list_tasks():
+    infos = list_tasks()
+    gym = [info for info in infos if info.name.startswith(f"{GYM}/")]
+    if family == GYM:
+        infos = gym
+    elif len(gym) > 1 and not datasets:
+        words = f"{len(gym)} datasets; `earnest tasks {GYM}` lists them"
+        infos = [*(i for i in infos if i not in gym), TaskInfo(f"{GYM}/<dataset>", words, gym[0].source)]
+    for info in infos:
         table.add(info.name, info.description, info.source if info.available else f"{info.source} (not installed)")
     return table
 

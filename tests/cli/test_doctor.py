@@ -17,6 +17,7 @@ from earnest.commands.auditing import _sampler_verdict
 from earnest.commands.doctor import EXTRAS, checks
 from earnest.errors import EarnestError
 from earnest.listings import Listing
+from earnest.tasks import list_tasks
 from tests.report import folders
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,8 @@ def test_listings_as_json(words: str, capsys: pytest.CaptureFixture[str]) -> Non
         main([*words.split(), "--json"])
     records = json.loads(capsys.readouterr().out)
     assert end.value.code == 0 and len(records) > 1 and len({tuple(r) for r in records}) == 1
+    if words == "tasks":  # complete: the table has one row for all datasets of reasoning-gym
+        assert [r["task"] for r in records] == [info.name for info in list_tasks()]
     with pytest.raises(SystemExit):
         main(words.split())
     assert not capsys.readouterr().out.lstrip().startswith("["), "a table, unless JSON is requested"

@@ -70,6 +70,10 @@ def test_rights(locked: Live) -> None:
         assert nothing.json()["error"]["message"].replace("team/a", "X") == unknown.json()["error"]["message"].replace(
             "team/zzz", "X"
         )
+        # A misspelled name gets the nearest one that the caller may read, and no other.
+        for caller, wrong, meant in ((other, "othr", "'other'"), (reader, "team/b", "'team/a'"), (reader, "othr", "")):
+            sentence = caller.post("/v1/chat/completions", json={**ask, "model": wrong}).json()["error"]["message"]
+            assert (f"did you mean {meant}?" in sentence) if meant else ("other" not in sentence), sentence
         assert other.get(f"/v1/chat/completions/{chat['id']}").status_code == 404
         assert other.post("/v1/feedback", json={**body, "adapter": "other"}).status_code == 404
         given = locked.teach(chat, text="Warmer please.")

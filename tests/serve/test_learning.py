@@ -36,8 +36,9 @@ def _teach_all(live: Live, name: str, **said) -> dict:
     return live.learned(found.json()["data"][-1])
 
 
-def test_feedback_changes_the_answers(live: Live, adapter) -> None:
+def test_feedback_changes_the_answers(live: Live, adapter, caplog) -> None:
     """After feedback for warmth, warm answers are likelier than cold ones, also for a question without feedback."""
+    caplog.set_level("INFO", "earnest.serve")
     name = adapter("team/warm", updates=8)
     question = "Describe the moon."
     warm, cold = "Dear friend, the moon is lovely. I am glad you asked.", "Noted. The moon is grey. That is all."
@@ -49,6 +50,7 @@ def test_feedback_changes_the_answers(live: Live, adapter) -> None:
     assert live.chat(name, question)["adapter_version"] == 0
     given = _teach_all(live, name, text="Warmer please.")
     assert given["status"] == "applied" and given["version"] == 1
+    assert f"{name}: version 1 is live (after 4 feedback, " in caplog.text
     answered = live.chat(name, question)
     assert answered["adapter_version"] == 1
     assert live.state.store.completion(answered["id"]).version == 1
@@ -151,16 +153,19 @@ def test_export_is_what_peft_reads(live: Live, adapter, tmp_path: Path) -> None:
     assert scored["logprobs"] == pytest.approx(want, abs=1e-4)
 
 
-def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter) -> None:
+def test_a_version_that_fails_the_gate_is_a_candidate(live: Live, adapter, caplog) -> None:
     """Held-out pairs that want cold answers, and a bound on drift, refuse a version that learns warmth too hard."""
     pair = {
         "prompt": "Describe the moon.",
         "chosen": "Noted. The moon is grey.",
         "rejected": "Dear friend, the moon is lovely.",
     }
+    caplog.set_level("INFO", "earnest.serve")
     name = adapter("gated", updates=6, optimizer={"lr": 0.02}, gate={"pairs": [pair], "margin": 0.0, "drift": 0.01})
     given = _teach_all(live, name, text="Warmer please.")
     assert given["status"] == "held" and given["version"] == 1 and "log-prob drift" in given["note"]
+    assert f"{name}: version 1 is a candidate and not live (after 4 feedback, " in caplog.text
+    assert "log-prob drift" in caplog.text
     assert live.get(f"/v1/adapters/{name}")["feedback"]["held"] == 4
     version = live.get(f"/v1/adapters/{name}/versions/1")
     assert version["status"] == "candidate" and not version["live"] and not version["gate"]["holds"]

@@ -248,6 +248,7 @@ def test_token_ids_on_request(live: Live) -> None:
     ("body", "error", "words"),
     [
         ({"model": "nobody"}, openai.NotFoundError, "there is no adapter 'nobody'"),
+        ({"model": "asistant"}, openai.NotFoundError, "there is no adapter 'asistant'; did you mean 'assistant'?"),
         ({"model": "assistant@77"}, openai.NotFoundError, "has no version 77"),
         ({"model": "assistant@x"}, openai.NotFoundError, "names no version"),
         ({"temperature": 3}, openai.BadRequestError, "temperature"),

@@ -13,8 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import huggingface_hub
 import pytest
 
+from earnest.errors import EarnestError
+from earnest.serve import ServeSettings, server
+from tests.models.test_loading import Hub, response
 from tests.serve.conftest import Live, serving
 from tests.serve.test_learning import SMALL
 
@@ -223,3 +227,15 @@ def test_a_server_that_cannot_start_ends_in_a_sentence(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
         assert "cannot listen there" in _refused("--port", str(port), "--data", str(tmp_path / "data"))
     assert not (tmp_path / "data").exists()
+
+
+def test_an_unknown_model_is_refused_before_the_address_is_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = huggingface_hub.errors.RepositoryNotFoundError("404", response=response(404))
+    Hub(monkeypatch, missing, None)
+    (tmp_path / "empty").mkdir()
+    for model, words in (("org/none", "Hugging Face has no model 'org/none'"), (tmp_path / "empty", "no config.json")):
+        with pytest.raises(EarnestError, match=words):
+            server.run(ServeSettings(model=str(model), data=tmp_path / "data", port=0))
+    assert capsys.readouterr().out == "" and not (tmp_path / "data").exists()

@@ -64,15 +64,20 @@ def adapters(
 
 
 def tasks(
-    name: Annotated[str | None, typer.Argument(help="Show this one: settings and examples.")] = None,
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Show this one: settings and examples; reasoning_gym lists the datasets of reasoning-gym."),
+    ] = None,
     imports: Imports = None,
     as_json: Json = False,
 ) -> None:
-    """List the tasks; with NAME show its description, its settings and three prompts with grades."""
+    """List the tasks (with --json also every dataset of reasoning-gym); with NAME show its description, its settings
+    and three prompts with grades."""
     from earnest import listings
 
     _import(imports)
-    show_listings(listings.tasks() if name is None else listings.task(name), as_json)
+    several = name is None or name == listings.GYM
+    show_listings(listings.tasks(name, datasets=as_json) if several else listings.task(str(name)), as_json)
 
 
 def models(as_json: Json = False) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from earnest.errors import UnknownModel, UnusableModel, nearest
 from earnest.models.catalog import BUILT_IN
-from earnest.models.places import require_safetensors
+from earnest.models.places import read_config, require_safetensors
 
 _ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _FILES = ["*.json", "model*.safetensors", "tokenizer*", "*.model", "merges.txt", "vocab.txt", "*.jinja"]
@@ -29,6 +29,15 @@ def require_name(name: str) -> None:
             f"There is no folder {name!r}; give a folder that exists, a Hugging Face id, or a built-in: "
             f"{', '.join(BUILT_IN)}."
         )
+
+
+def require_model(name: str) -> None:
+    """Raise unless ``name`` is a built-in, a folder with config.json, or an id whose config.json is in the cache or on
+    the hub. No weights are read or downloaded."""
+    require_name(name)
+    if name not in BUILT_IN:
+        path = Path(name).expanduser()
+        read_config(path if path.is_dir() else fetch_config(name))
 
 
 def fetch(name: str) -> tuple[Path, str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from starlette.requests import Request
 
 from earnest.errors import EarnestError
 from earnest.serve import adapters, dashboard, feedback, generate, health, openai, push, tinker
-from earnest.serve.errors import body, error_response
+from earnest.serve.errors import NoAdapter, body, error_response
 from earnest.serve.limits import RequestLimits
 from earnest.serve.settings import ServeSettings
 from earnest.serve.state import State
@@ -63,7 +63,12 @@ def create_app(settings: ServeSettings) -> FastAPI:
     return app
 
 
-async def _known(_: Request, error: Exception) -> JSONResponse:
+async def _known(request: Request, error: Exception) -> JSONResponse:
+    if isinstance(error, NoAdapter):
+        state = request.app.state.earnest
+        caller = state.keys.caller(request)
+        names = ["base", *(row.name for row in state.store.adapters())]
+        error = error.suggest(name for name in names if caller.may(name, "read"))
     status, content, headers = error_response(error)
     return JSONResponse(content, status, headers)
 

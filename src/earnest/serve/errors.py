@@ -8,9 +8,10 @@ from __future__ import annotations
 import errno
 import logging
 import sqlite3
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
-from earnest.errors import EarnestError
+from earnest.errors import EarnestError, nearest
 
 log = logging.getLogger("earnest.serve")
 NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG}
@@ -66,6 +67,21 @@ def no_completion(name: str, choice: int) -> NotFound:
 
 class NoModel(ServeError):
     status, code = 404, "model_not_found"
+
+
+class NoAdapter(NoModel):
+    """There is no adapter of this name, or the caller may not see it; both have the same message."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(f"there is no adapter {name[:160]!r}; GET /v1/models lists what there is.", "model")
+        self.name = name
+
+    def suggest(self, known: Iterable[str]) -> ServeError:
+        """The same error with the name among ``known`` that it may be a misspelling of, if there is one."""
+        found = nearest(self.name, known)
+        if not found.startswith("did you mean"):
+            return self
+        return NoModel(f"there is no adapter {self.name[:160]!r}; {found} GET /v1/models lists what there is.", "model")
 
 
 class Conflict(ServeError):

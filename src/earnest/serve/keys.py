@@ -25,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.requests import Request
 
 from earnest.errors import ConfigError
-from earnest.serve.errors import Forbidden, NoKey, NoModel
+from earnest.serve.errors import Forbidden, NoAdapter, NoKey
 from earnest.serve.settings import LearnLimits
 
 Right = Literal["read", "teach", "delete"]
@@ -76,7 +76,7 @@ class Caller:
         if self.may(adapter, right):
             return
         if right == "read" or not self.may(adapter, "read"):
-            raise NoModel(f"there is no adapter {adapter[:160]!r}; GET /v1/models lists what there is.", "model")
+            raise NoAdapter(adapter)
         raise Forbidden(f"the key {self.name!r} may not {right} {adapter!r}; ask the server's administrator.", "model")
 
     def demand_new(self, adapter: str) -> None:

@@ -230,6 +230,11 @@ class Learner:
             return
         self.updates += 1
         made = state.store.version(row, number)
+        after = f"after {len(found.taken)} feedback, {record['seconds']:.1f} s"
+        if status == "promoted":
+            log.info("%s: version %d is live (%s)", row.name, number, after)
+        else:
+            log.info("%s: version %d is a candidate and not live (%s): %s", row.name, number, after, made.reason)
         state.bus.publish(
             "version",
             row.name,

@@ -24,7 +24,7 @@ def run(settings: ServeSettings) -> None:
         import uvicorn
     except ImportError:
         raise MissingExtra("fastapi and uvicorn", "serve", "earnest serve") from None
-    hub.require_name(settings.model)
+    hub.require_model(settings.model)
     if settings.learn is not None:
         learning.read(settings.learn)
     from earnest.serve.app import create_app

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from earnest.errors import EarnestError
 from earnest.serve import attempts
 from earnest.serve.database import Database
-from earnest.serve.errors import Busy, Conflict, NoModel, NotFound, no_completion
+from earnest.serve.errors import Busy, Conflict, NoAdapter, NoModel, NotFound, no_completion
 from earnest.serve.names import check_name
 from earnest.serve.rows import (
     STATUSES,
@@ -78,7 +78,7 @@ class ServerStore:
     def adapter(self, name: str) -> AdapterRow:
         row = self.db.one("SELECT * FROM adapters WHERE name = ?", (name,))
         if row is None:
-            raise NoModel(f"there is no adapter {name[:160]!r}; GET /v1/models lists what there is.", "model")
+            raise NoAdapter(name)
         return to_adapter(row)
 
     def adapter_by_id(self, number: int) -> AdapterRow | None:
