@@ -20,9 +20,7 @@ from earnest.adapters.cases import tiny_gpt2
 from earnest.adapters.conformance import perturb, tiny_llama
 from earnest.adapters.whole import weight_files, write_merged
 from earnest.engines import SGD, AdamW, LocalEngine, LogProbsWanted
-from earnest.engines.mesh import Mesh
 from earnest.engines.optimizers import Optimizer
-from earnest.engines.sharding import shard
 from earnest.errors import ConfigError, EarnestError, ObjectiveError
 from earnest.guards import Directions, Erase
 from earnest.objectives import SFT, SpectralCap
@@ -340,13 +338,6 @@ def test_pushed_weights_make_the_same_policy_elsewhere() -> None:
     batch = Batch.from_rows([r[:1] for r in rows_], [r[1:] for r in rows_])
     want = trainer.score(batch, LogProbsWanted())
     assert isinstance(want, Tensor) and elsewhere.score(rows_) == [float(x) for x in want]
-
-
-def test_sharding_is_refused_before_anything_is_changed() -> None:
-    made = policy()
-    beside = attach(made, LoRA(rank=2), targets=("q_proj",), modules_to_save=["lm_head"])
-    with pytest.raises(ConfigError, match=r"adapter\.modules_to_save: is not supported with several ranks"):
-        shard(made, beside, Mesh(size=2, shard=2))
 
 
 def test_weights_of_an_earlier_save_are_removed(tmp_path: Path) -> None:

@@ -10,15 +10,18 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import earnest as en
 from earnest.engines import AdamW
 from earnest.engines.mesh import Mesh
 from earnest.engines.muon import Muon
+from earnest.engines.optimizers import AdamW8bit
 from earnest.engines.sharding import shard
 from earnest.engines.tensor import plan_of
 from earnest.engines.trained import refuse_whole_readers
 from earnest.errors import ConfigError
+from earnest.guards import Directions, Erase
 from tests.engines.conftest import tiny_policy
 from tests.engines.sharded_worker import CHECKS, SLOW, TENSOR, TENSOR_FEW
 
@@ -124,10 +127,17 @@ def test_the_number_of_processes_has_to_fit(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_reads_whole_tensors_is_refused_with_sharded_parameters() -> None:
-    with pytest.raises(ConfigError, match=r"optimizer\.kind: muon reads whole matrices"):
-        refuse_whole_readers(Muon(), None)
-    with pytest.raises(ConfigError, match="guard: reads whole updates"):
-        refuse_whole_readers(AdamW(), object())
+    with pytest.raises(ConfigError, match=r"optimizer\.kind: adamw8bit reads whole tensors"):
+        refuse_whole_readers(AdamW8bit(), None)
+
+    class Own(Erase):  # a guard of a user
+        set_parts = None  # type: ignore[assignment]
+
+    given = {"a": torch.eye(2)}
+    guard = Own(Directions(given, {"a": torch.ones(2)}))
+    with pytest.raises(ConfigError, match=r"guard: Own reads whole updates"):
+        refuse_whole_readers(AdamW(), guard)
+    refuse_whole_readers(Muon(), Erase(guard.directions))
 
 
 def test_offload_of_weights_that_are_on_the_cpu_is_refused() -> None:

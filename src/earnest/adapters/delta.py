@@ -7,6 +7,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.adapters.kernel import Factors
+from earnest.adapters.linalg import gathered
 from earnest.adapters.runtime import Slot
 
 BLOCK = 8
@@ -43,10 +44,8 @@ class Delta:
             if slot.gate.scale == 0.0:
                 self._dense = torch.zeros_like(w)
             else:
-                b = slot.layer.bias
-                new, _ = slot.variant.weight(
-                    slot.tensors, slot.layer, w, None if b is None else b.float(), slot.gate.scale
-                )
+                b = None if slot.layer.bias is None else gathered(slot.layer.bias).float()
+                new, _ = slot.variant.weight(slot.whole(), slot.layer, w, b, slot.gate.scale)
                 self._dense = new - w
         return self._dense
 

@@ -26,6 +26,7 @@ from earnest.adapters.attach import _views, model_of, mount, saved_modules
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.fingerprint import check_fingerprint
 from earnest.adapters.layer import Layer
+from earnest.adapters.linalg import gathered
 from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, refuse_expressions, saved_paths
 from earnest.adapters.targets import Match, adaptable, owners
 from earnest.adapters.variant import Variant, get_variant
@@ -91,7 +92,7 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
         return _save_model(adapter, folder, base_model)
     shared = shared_tensors(adapter)
     own = {f"shared.{k}": v for k, v in shared.items()}
-    own |= {k: v for k, v in adapter.named_tensors().items() if k.rsplit(".", 1)[-1] not in shared}
+    own |= {k: gathered(v) for k, v in adapter.named_tensors().items() if k.rsplit(".", 1)[-1] not in shared}
     for stale in (CONFIG, MODEL, OWN_CONFIG, OWN_MODEL):
         (folder / stale).unlink(missing_ok=True)
     peft, why = peft_files(adapter, shared, _loadable(adapter.model, base_model))

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import ExpertsLayer, Layer
+from earnest.adapters.linalg import gathered
 from earnest.adapters.merging import merged_parameters
 from earnest.adapters.runtime import SLOTS, layer_of
 from earnest.adapters.targets import _head, adaptable, block_index, linears
@@ -95,7 +96,7 @@ def saved_paths(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
 def _saved_tensors(adapter: Adapter) -> dict[str, Tensor]:
     """The modules that are trained whole, as PEFT stores them: their weights in the base's dtype."""
     return {
-        f"{PREFIX}{path}.{name}": value
+        f"{PREFIX}{path}.{name}": gathered(value)
         for path, slot in adapter.saved_modules.items()
         for name, value in merged_parameters(slot.layer).items()
     }
@@ -128,7 +129,7 @@ def peft_files(
     if own is not None and adapter.scale == 1.0 and not refused:
         tensors = {f"base_model.{k}": v for k, v in adapter.variant.shared_to_peft(shared).items()}
         for path, slot in adapter.adapted.items():
-            for suffix, value in adapter.variant.to_peft(slot.tensors, slot.layer).items():
+            for suffix, value in adapter.variant.to_peft(slot.whole(), slot.layer).items():
                 tensors[f"{PREFIX}{path}.{suffix}"] = value.float()
         if own["peft_type"] == "IA3" and own.pop("feedforward"):
             own["feedforward_modules"] = config["target_modules"]

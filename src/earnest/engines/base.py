@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,6 +83,15 @@ class Guard(Protocol):
     def state_dict(self) -> dict[str, Tensor]: ...
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+@runtime_checkable
+class GuardOfParts(Guard, Protocol):
+    """A guard that also works where each rank holds some rows of the parameters."""
+
+    def set_parts(self, parts: Mapping[str, torch.nn.Parameter]) -> None:
+        """Called before ``bind``: the tensors that this rank updates, by the names of the adapter's parameters. Those
+        of a sharded parameter are its rows on this rank, and ``prepare`` and ``judge`` get them."""
 
 
 class Outer(Protocol):

@@ -22,11 +22,12 @@ from torch import Tensor
 from earnest.adapters import Adapter, without_adapters
 from earnest.engines import micro, passes, scoring, state
 from earnest.engines.activations import checkpoint_activations as checkpoint_activations_of
-from earnest.engines.base import Guard, Outer
+from earnest.engines.base import Guard, GuardOfParts, Outer
 from earnest.engines.compiling import CompiledLayers
 from earnest.engines.estimator import demand_ratio
 from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.mesh import Mesh
+from earnest.engines.muon import MuonAndAdamW
 from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.sharding import free, shard, sum_over_ranks, whole
@@ -112,7 +113,11 @@ class LocalEngine:
                     "tensors for it; take lora, or leave it out."
                 )
             split_rates(self.optimizer, self.trained.own(faster), ratio)
+        if isinstance(self.optimizer, MuonAndAdamW):
+            self.optimizer.held = self.trained.of
         if guard is not None:
+            if isinstance(guard, GuardOfParts) and self.trained.any_sharded:
+                guard.set_parts(dict(zip(self.names, self.parameters, strict=True)))
             guard.bind(adapter, self.optimizer)
         self.layouts = micro.Layouts(policy, self.mesh, pack, self.team)
         self.version = 0
@@ -398,8 +403,7 @@ class LocalEngine:
             wholes = {need: Field(weights[need], passes.coverage(batch, need)) for need in token_needs}
             own = {n: micro.slice_like(f, part, n, weights, wholes[n], total) for n, f in fields.items()}
             self._propagate(fields, {} if part.spare else own)
-        if self.mesh.rank == 0:  # those of parameters depend on no rows, and count once
-            self._propagate(self.parameter_fields(list(weights)), weights)
+        self._propagate(self.parameter_fields(list(weights)), weights)
 
     def _propagate(self, fields: Mapping[Need, Field], weights: Mapping[Need, Tensor]) -> None:
         """Backward from the fields with these derivatives; on several ranks also where all of them are missing."""
@@ -427,14 +431,12 @@ class LocalEngine:
         return self.layouts.cut(batch, self.micro_tokens, same_rows=same_rows)
 
     def parameter_fields(self, needs: Sequence[Need]) -> dict[Need, Field]:
-        """Scalars of the adapter, which depend on no batch, with their graph."""
+        """Scalars of the adapter, which depend on no batch, with their graph. The gradients of whole parameters are
+        summed over the ranks, so those are rank 0's alone."""
         spectral = [n for n in needs if isinstance(n, SpectralNorm)]
-        if spectral and self.trained.any_sharded:
-            raise ObjectiveError(
-                "the spectral norm of ΔW needs whole matrices, and modules that are trained whole are sharded; train "
-                "an adapter such as lora, or set engine.shard=1."
-            )
-        return {n: Field(spectral_norms(self.adapter), None, "subspace iteration") for n in spectral}
+        return {
+            n: Field(spectral_norms(self.adapter, self.mesh.rank == 0), None, "subspace iteration") for n in spectral
+        }
 
     # --- checkpoints --------------------------------------------------------------------------------------------------
 

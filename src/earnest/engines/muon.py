@@ -1,14 +1,21 @@
-"""Muon (torch's own) for matrices, AdamW for every other parameter, as one ``torch.optim.Optimizer``."""
+"""Muon (torch's own) for matrices, AdamW for every other parameter, as one ``torch.optim.Optimizer``.
+
+A matrix of which each rank holds some rows is orthogonalized whole: its momentum is gathered for the step, one matrix
+at a time, and each rank applies the rows of the step that it holds.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
+from torch import Tensor
 
+from earnest.adapters.linalg import gathered, is_sharded
 from earnest.engines.optimizers import Optimizer, Parameters, groups, register
+from earnest.engines.trained import as_shard, part_of
 from earnest.settings import setting
 
 
@@ -16,9 +23,11 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Steps the groups with ``matrices=True`` with ``torch.optim.Muon`` and the others with ``torch.optim.AdamW``.
 
     It owns the groups and the state; the two optimizers get them before every step, so a loaded state reaches them.
+    ``held`` gives the model's own tensor of which a parameter is this rank's part.
     """
 
     def __init__(self, param_groups: Sequence[dict[str, Any]], lr: float) -> None:
+        self.held: Callable[[Tensor], Tensor] = lambda parameter: parameter
         self.parts: dict[bool, torch.optim.Optimizer] = {}
         for matrices, kind in ((True, torch.optim.Muon), (False, torch.optim.AdamW)):
             if own := [g for g in param_groups if g["matrices"] is matrices]:
@@ -28,9 +37,32 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         assert closure is None, "an engine computes its gradients before the step"
         for matrices, part in self.parts.items():
-            part.param_groups = [g for g in self.param_groups if g["matrices"] is matrices]
+            groups = [g for g in self.param_groups if g["matrices"] is matrices]
+            cut = [[p for p in g["params"] if matrices and is_sharded(self.held(p))] for g in groups]
+            part.param_groups = [
+                {**g, "params": [p for p in g["params"] if not any(p is c for c in own)]} if own else g
+                for g, own in zip(groups, cut, strict=True)
+            ]
             part.state = self.state
             part.step()
+            for group, own in zip(groups, cut, strict=True):
+                for p in own:
+                    self._step_part(p, group)
+
+    @torch.no_grad()
+    def _step_part(self, p: torch.nn.Parameter, group: dict[str, Any]) -> None:
+        """The step of this rank's rows ``p`` of a matrix."""
+        if p.grad is None:
+            return
+        held, lr, share = self.held(p), float(group["lr"]), group["momentum"]
+        momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+        momentum.lerp_(p.grad, 1 - share)
+        ahead = p.grad.lerp(momentum, share) if group["nesterov"] else momentum
+        step = torch.nn.Parameter(torch.zeros(held.shape, dtype=p.dtype, device=p.device))
+        step.grad = gathered(as_shard(ahead, held))
+        own = {k: group[k] for k in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
+        torch.optim.Muon([step], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, **own).step()
+        p.mul_(1 - lr * group["weight_decay"]).add_(part_of(step.detach(), held))
 
 
 @register

@@ -29,10 +29,6 @@ def shard(policy: Policy, adapter: Adapter, mesh: Mesh, *, offload: bool = False
     """Shard the base of ``policy`` over the ranks, in place. Hashes of the whole base are taken before."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
-    if adapter.saved_modules:
-        raise ConfigError(
-            "adapter.modules_to_save: is not supported with several ranks; set engine.shard=1, or leave it out."
-        )
     if offload and policy.device.type == "cpu":
         raise ConfigError("engine.offload: the weights are on the CPU already; leave it out.")
     _, _, _ = policy.head, policy.fingerprint(), adapter.base_fingerprint

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from earnest.adapters.linalg import gathered, is_sharded
+from earnest.engines.base import Guard, GuardOfParts
 from earnest.engines.mesh import Mesh
 from earnest.engines.optimizers import Optimizer
 from earnest.errors import ConfigError
@@ -121,15 +123,41 @@ def as_shard(own: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(own, *where, run_check=False, shape=like.shape, stride=stride)
 
 
-def refuse_whole_readers(optimizer: Optimizer, guard: object) -> None:
-    """Raise if the optimizer or the guard needs whole tensors, of which each rank has only some rows."""
-    if optimizer.kind not in ("adamw", "sgd"):
+def part_of(value: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows of ``value``, which is whole or in shards, cut as ``like`` is; all rows if ``like`` is whole.
+    Nothing is exchanged."""
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    if is_sharded(value):
+        return local(value)
+    if not isinstance(like, DTensor):
+        return value
+    assert value.shape[:1] == like.shape[:1], f"{tuple(value.shape)} has other rows than {tuple(like.shape)}"
+    return local(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
+
+
+def sum_of_parts(value: Tensor, like: Tensor) -> Tensor:
+    """The sum of ``value`` over the ranks that hold the parts of ``like``; ``value`` itself if ``like`` is whole."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(like, DTensor):
+        return value
+    value = value.clone()
+    for dim, placement in enumerate(like.placements):
+        if placement.is_shard():
+            dist.all_reduce(value, group=like.device_mesh.get_group(dim))
+    return value
+
+
+def refuse_whole_readers(optimizer: Optimizer, guard: Guard | None) -> None:
+    """Raise if the optimizer or the guard would read the rows that a rank holds as if they were whole tensors."""
+    if optimizer.kind not in ("adamw", "sgd", "muon"):
         raise ConfigError(
-            f"optimizer.kind: {optimizer.kind} reads whole matrices, and modules that are trained whole are sharded; "
-            "take adamw or sgd, or set engine.shard=1."
+            f"optimizer.kind: {optimizer.kind} reads whole tensors, and modules that are trained whole are sharded; "
+            "take adamw, sgd or muon, or set engine.shard=1."
         )
-    if guard is not None:
+    if guard is not None and not isinstance(guard, GuardOfParts):
         raise ConfigError(
-            "guard: reads whole updates, and modules that are trained whole are sharded; guard an adapter such as "
-            "lora, or set engine.shard=1."
+            f"guard: {type(guard).__name__} reads whole updates (it has no set_parts), and modules that are trained "
+            "whole are sharded; guard an adapter such as lora, or set engine.shard=1."
         )

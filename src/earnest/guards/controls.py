@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earnest.engines.trained import part_of
 from earnest.guards.directions import Directions
 from earnest.guards.errors import GuardError
 from earnest.guards.guard import DirectionGuard, Erase, Route
@@ -45,11 +46,12 @@ class _Noise(DirectionGuard):
         self.seed = seed
 
     def take(self, name: str, step: Tensor, V: Tensor) -> Tensor:
-        size = self.rule.removed(step, V).norm()
-        place = list(self._parameters).index(name)
+        total, held = self._total(name), self._held[name]
+        size = total(self.rule.removed(step, V, total).square().sum()).sqrt()
+        place = list(self._held).index(name)
         rng = torch.Generator().manual_seed((self.seed * 1_000_003 + self.updates) * 10_007 + place)
-        noise = torch.randn(step.shape, generator=rng, dtype=torch.float64).to(step.device)
-        return noise * (size / noise.norm())
+        noise = torch.randn(held.numel(), generator=rng, dtype=torch.float64).to(step.device)
+        return part_of((noise * (size / noise.norm())).view(held.shape), held).flatten()
 
 
 class Perturb(_Noise, Erase):

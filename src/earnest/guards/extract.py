@@ -97,6 +97,11 @@ def directions_from_gradients(
 def directions_from_activations(engine: LocalEngine, triples: Sequence[Triple], **settings: Any) -> Directions:
     """Directions per module from its own outputs: no gradient passes between modules."""
     names = {id(p): n for n, p in zip(engine.names, engine.parameters, strict=True)}
+    if engine.trained.any_sharded:
+        raise GuardError(
+            "directions from activations need whole parameters, and modules that are trained whole are sharded; use "
+            "directions from gradients, or set engine.shard=1."
+        )
 
     def of(number: int) -> Mapping[str, Tensor]:
         prompts, replies = _rows(engine, triples[number])

@@ -12,6 +12,7 @@ numbers of a module.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
 
@@ -25,6 +26,11 @@ from earnest.settings import Checked, setting
 Gate = Literal["one_sided", "two_sided", "reverse"]
 GATES: tuple[Gate, ...] = get_args(Gate)
 At = Literal["update", "gradient"]
+
+
+def whole(value: Tensor) -> Tensor:
+    """The sum over the ranks if this process has all numbers: the value itself."""
+    return value
 
 
 @dataclass(frozen=True)
@@ -50,18 +56,22 @@ class Rule(Checked):
         0.25, "directions that overlap less with the previous ones are not adopted", at_least=0.0, at_most=1.0
     )
 
-    def removed(self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"]) -> Float[Tensor, " n"]:
-        """The part of ``w`` that is removed."""
-        part = self.overshoot * (self._amount(V @ w) @ V)
+    def removed(
+        self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"], total: Callable[[Tensor], Tensor] = whole
+    ) -> Float[Tensor, " n"]:
+        """The part of ``w`` that is removed. ``total``: the sum over the ranks, if each has some of the n numbers."""
+        part = self.overshoot * (self._amount(total(V @ w)) @ V)
         if not self.preserve:
             return part
         kept = w - part
-        length = kept.norm()
-        return w - kept * (w.norm() / length) if float(length) > 0 else part
+        before, length = (total(x.square().sum()).sqrt() for x in (w, kept))
+        return w - kept * (before / length) if float(length) > 0 else part
 
-    def unwanted(self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"]) -> Float[Tensor, " k"]:
+    def unwanted(
+        self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"], total: Callable[[Tensor], Tensor] = whole
+    ) -> Float[Tensor, " k"]:
         """The coordinates of ``w`` that this gate removes."""
-        c = V @ w
+        c = total(V @ w)
         return c.clamp_min(0) if self.gate == "one_sided" else c
 
     def _amount(self, c: Float[Tensor, " k"]) -> Float[Tensor, " k"]:

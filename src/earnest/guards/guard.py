@@ -8,6 +8,9 @@ At the update (default); θ is the trained parameter and u the step of the optim
 so θ under Route equals the unguarded run bit for bit, with momentum, preconditioner, clipping and decay. At the
 gradient (as published) the gradient is split before the optimizer, and Route updates main and quarantine with one
 optimizer each. There AdamW reintroduces the unwanted component into the step of main. Every step reports both leaks.
+
+If each rank holds some rows of a parameter, it also holds its rows of the quarantine and its columns of V. Coordinates
+V w and squared lengths are summed over the ranks, so the guard removes what it removes in one process.
 """
 
 from __future__ import annotations
@@ -15,11 +18,14 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from earnest.adapters.linalg import is_sharded
+from earnest.engines.trained import as_shard, part_of, sum_of_parts
 from earnest.errors import nearest
 from earnest.guards.directions import Directions
 from earnest.guards.errors import GuardError, GuardWarning
@@ -59,7 +65,9 @@ class DirectionGuard:
         self.directions, self.at, self.extract = directions, at, extract
         self.updates = 0
         self.quarantine: dict[str, Tensor] = {}
-        self._parameters: dict[str, torch.nn.Parameter] = {}
+        self._held: Mapping[str, Tensor] = {}  # the adapter's parameters, whole or in shards
+        self._parameters: Mapping[str, torch.nn.Parameter] = {}  # what this rank updates of them
+        self._parts: Mapping[str, torch.nn.Parameter] | None = None
         self._bases: dict[str, Tensor] = {}
         self._second: QuarantineOptimizer | None = None
         self._start: dict[str, Tensor] = {}
@@ -67,6 +75,10 @@ class DirectionGuard:
         self._inside = False
 
     # --- the engine's side --------------------------------------------------------------------------------------------
+
+    def set_parts(self, parts: Mapping[str, torch.nn.Parameter]) -> None:
+        """Called before ``bind`` if each rank updates some rows of the parameters: these."""
+        self._parts = parts
 
     def bind(self, adapter: Adapter, optimizer: torch.optim.Optimizer) -> None:
         """Bind the guard to an adapter and an optimizer; ΔW must be linear in the trained tensors."""
@@ -79,13 +91,17 @@ class DirectionGuard:
             )
         if self._parameters:
             raise GuardError("this guard already has an engine; make a new guard for another engine.")
-        self._parameters = adapter.named_parameters()
+        self._held = named = adapter.named_parameters()
+        self._parameters = named if self._parts is None else self._parts
         self._check(self.directions)
         self._cast()
         # For every parameter, also without directions: refreshed directions may be in other modules.
         self.quarantine = {n: torch.zeros_like(p, dtype=torch.float32) for n, p in self._guarded().items()}
         if self.at == "gradient" and self.quarantines:
-            self._second = QuarantineOptimizer(optimizer, {self._parameters[n]: q for n, q in self.quarantine.items()})
+            mirror = {self._parameters[n]: q for n, q in self.quarantine.items()}
+            self._second = QuarantineOptimizer(
+                optimizer, mirror, {id(q): self._held[n] for n, q in self.quarantine.items()}
+            )
 
     @torch.no_grad()
     def prepare(self, names: Sequence[str], parameters: Sequence[torch.nn.Parameter]) -> None:
@@ -96,18 +112,18 @@ class DirectionGuard:
         for name, p in zip(names, parameters, strict=True):
             if p.grad is None:
                 continue
-            g = p.grad.detach().flatten().double()
-            whole += float(g.square().sum())
+            g, total = p.grad.detach().flatten().double(), self._total(name)
+            whole += _square(g, total)
             if (V := self._bases.get(name)) is not None:
                 if self.at == "gradient":
-                    removed = self.rule.removed(g, V)
+                    removed = self.rule.removed(g, V, total)
                     g = g - removed
-                    taken += float(removed.square().sum())
+                    taken += _square(removed, total)
                     p.grad.copy_(g.view_as(p))
                     if self._second is not None:
                         self._second.set_gradient(self.quarantine[name], removed.view_as(p))
-                unwanted += float(self.rule.unwanted(g, V).square().sum())
-            length += float(g.square().sum())
+                unwanted += float(self.rule.unwanted(g, V, total).square().sum())
+            length += _square(g, total)
         self._leak_gradient = _share(unwanted, length)
         self._removed = _share(taken, whole)
         self._start = {}
@@ -124,15 +140,16 @@ class DirectionGuard:
         taken = unwanted = kept_length = length = 0.0
         for name, p, old in zip(names, parameters, before, strict=True):
             step = -(p.detach().double() - self._start.get(name, old).double()).flatten()
-            length += float(step.square().sum())
+            total = self._total(name)
+            length += _square(step, total)
             if (V := self._bases.get(name)) is not None:
                 if self.at == "update":
                     removed = self.take(name, step, V)
-                    taken += float(removed.square().sum())
+                    taken += _square(removed, total)
                     self.put(name, p, removed.view_as(p))
                     step = step - removed
-                unwanted += float(self.rule.unwanted(step, V).square().sum())
-            kept_length += float(step.square().sum())
+                unwanted += float(self.rule.unwanted(step, V, total).square().sum())
+            kept_length += _square(step, total)
         if self._second is not None:
             self._second.step()
             for name, p in self._guarded().items():
@@ -144,7 +161,8 @@ class DirectionGuard:
             "leak_update": _share(unwanted, kept_length),
         }
         if self.quarantines:
-            report["quarantine"] = sum(float(q.double().square().sum()) for q in self.quarantine.values()) ** 0.5
+            squares = [_square(q.double(), self._total(name)) for name, q in self.quarantine.items()]
+            report["quarantine"] = sum(squares) ** 0.5
         if self.rule.every and self.updates % self.rule.every == 0:
             assert self.extract is not None
             report |= self.refresh(self.extract)
@@ -152,7 +170,7 @@ class DirectionGuard:
 
     def take(self, name: str, step: Tensor, V: Tensor) -> Tensor:
         """The part of this module's descent direction that is removed."""
-        return self.rule.removed(step, V)
+        return self.rule.removed(step, V, self._total(name))
 
     def put(self, name: str, p: torch.nn.Parameter, removed: Tensor) -> None:
         """Apply the removal to the parameter or the quarantine."""
@@ -206,7 +224,9 @@ class DirectionGuard:
     def state_dict(self) -> dict[str, Tensor]:
         """The current directions, the quarantine, the number of updates, and the second optimizer's state."""
         state = {f"directions.{k}": v.detach().clone() for k, v in self.directions.tensors().items()}
-        state |= {f"quarantine.{k}": v.detach().clone() for k, v in self.quarantine.items()}
+        for name, q in self.quarantine.items():
+            held, copy = self._held[name], q.detach().clone()
+            state[f"quarantine.{name}"] = as_shard(copy, held) if is_sharded(held) else copy
         state["updates"] = torch.tensor(self.updates)
         return state | ({f"twin.{k}": v for k, v in self._second.state_dict().items()} if self._second else {})
 
@@ -224,7 +244,7 @@ class DirectionGuard:
         directions = Directions.from_tensors(parts["directions"], self.directions.source, self.directions.facts)
         self._check(directions)
         shapes = {n: t.shape for n, t in parts["quarantine"].items()}
-        if shapes != {n: t.shape for n, t in self.quarantine.items()}:
+        if shapes != {n: self._held[n].shape for n in self.quarantine}:
             odd = sorted(set(shapes) ^ set(self.quarantine)) or sorted(shapes)
             raise GuardError(
                 f"the guard's state has other quarantines than this one (such as {odd[0]}); use the same guard."
@@ -237,31 +257,44 @@ class DirectionGuard:
         self.updates = int(parts["updates"][""])
         self._cast()
         for name, value in parts["quarantine"].items():
-            self.quarantine[name].copy_(value)
+            self.quarantine[name].copy_(part_of(value, self._held[name]))
         if self._second is not None:
             self._second.load_state_dict(parts["twin"])
 
-    def _guarded(self) -> dict[str, torch.nn.Parameter]:
+    def _total(self, name: str) -> Callable[[Tensor], Tensor]:
+        """The sum over the ranks that hold parts of this parameter."""
+        return partial(sum_of_parts, like=self._held[name])
+
+    def _guarded(self) -> Mapping[str, torch.nn.Parameter]:
         """Parameters with a quarantine, in the adapter's order: all of them, or none."""
         return self._parameters if self.quarantines else {}
 
     def _cast(self) -> None:
-        self._bases = {n: V.to(self._parameters[n].device, torch.float64) for n, V in self.directions.basis.items()}
+        self._bases = {}
+        for name, V in self.directions.basis.items():
+            held, k = self._held[name], len(V)
+            columns = part_of(V.t().reshape(*held.shape, k), held).reshape(-1, k).t() if is_sharded(held) else V
+            self._bases[name] = columns.to(held.device, torch.float64)
 
     def _check(self, directions: Directions) -> None:
         for name, V in directions.basis.items():
-            if name not in self._parameters:
+            if name not in self._held:
                 raise GuardError(
                     f"the directions have a module {name}, which is not a parameter of this adapter: "
-                    f"{nearest(name, self._parameters)} Extract them on this adapter."
+                    f"{nearest(name, self._held)} Extract them on this adapter."
                 )
-            if V.shape[1] != (size := self._parameters[name].numel()):
+            if V.shape[1] != (size := self._held[name].numel()):
                 raise GuardError(f"{name}: the directions have {V.shape[1]} numbers, the parameter has {size}.")
 
     def describe(self) -> str:
         """A one-line description."""
         rule = f"{self.rule.gate}, overshoot {self.rule.overshoot:g}" + (", length kept" if self.rule.preserve else "")
         return f"{type(self).__name__} at the {self.at} ({rule}): {self.directions.describe()}"
+
+
+def _square(x: Tensor, total: Callable[[Tensor], Tensor]) -> float:
+    """The squared length of a tensor of which each rank may have a part."""
+    return float(total(x.square().sum()))
 
 
 def _share(part: float, whole: float) -> float:

@@ -8,13 +8,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from earnest.adapters.linalg import is_sharded
+from earnest.engines.muon import MuonAndAdamW
 from earnest.engines.optimizer_state import flatten_optimizer, restore_optimizer
+from earnest.engines.trained import as_shard, part_of
 
 
 class QuarantineOptimizer:
     """Update the quarantine with the gradients set on it. Its learning rates follow the schedule of ``optimizer``."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, mirror: Mapping[torch.nn.Parameter, Tensor]) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        mirror: Mapping[torch.nn.Parameter, Tensor],
+        held: Mapping[int, Tensor],
+    ) -> None:
+        """``mirror``: parameter → its quarantine; ``held``: id of a quarantine → the model's parameter, of which this
+        rank may have some rows."""
         # The quarantine's tensors themselves become the parameters of this optimizer: a step changes them in place.
         self.first = optimizer
         self._of = {id(q): torch.nn.Parameter(q) for q in mirror.values()}
@@ -27,8 +37,15 @@ class QuarantineOptimizer:
                 settings = {k: v for k, v in group.items() if k != "params"}
                 groups.append({**settings, "params": mine})
                 self._followed.append(group)
-        self._make = lambda: type(optimizer)(groups, **_required(optimizer))
+        self._groups = groups
+        self._held = {id(self._of[key]): parameter for key, parameter in held.items()}
         self.optimizer = self._make()
+
+    def _make(self) -> torch.optim.Optimizer:
+        made = type(self.first)(self._groups, **_required(self.first))
+        if isinstance(made, MuonAndAdamW):
+            made.held = lambda quarantine: self._held[id(quarantine)]
+        return made
 
     def set_gradient(self, quarantine: Tensor, gradient: Tensor) -> None:
         """Set the gradient for the next step of one quarantine tensor."""
@@ -41,13 +58,26 @@ class QuarantineOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict[str, Tensor]:
-        return {k: v.detach().clone() for k, v in flatten_optimizer(self.optimizer)[0].items()}
+        found = {k: v.detach().clone() for k, v in flatten_optimizer(self.optimizer)[0].items()}
+        for key, value in found.items():
+            own, held = self._owner(key)
+            if is_sharded(held) and value.shape == own.shape:
+                found[key] = as_shard(value, held)
+        return found
+
+    def _owner(self, key: str) -> tuple[Tensor, Tensor]:
+        """The quarantine that a tensor of the optimizer's state belongs to, and the model's parameter."""
+        owned = [q for group in self.optimizer.param_groups for q in group["params"]]
+        own = owned[int(key.partition(".")[0])]
+        return own, self._held[id(own)]
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.optimizer = self._make()
         if state:
             meta = flatten_optimizer(self.optimizer)[1]
-            restore_optimizer(self.optimizer, state, meta | {"names": sorted(state)})
+            held = {k: self._owner(k)[1] for k in state}
+            own = {k: part_of(v, held[k]) if v.shape == held[k].shape else v for k, v in state.items()}
+            restore_optimizer(self.optimizer, own, meta | {"names": sorted(state)})
 
 
 def _required(optimizer: torch.optim.Optimizer) -> dict[str, Any]:

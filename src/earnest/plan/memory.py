@@ -80,10 +80,11 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
     gathered = 0 if engine.shard == 1 else base - sum(shape.block_bytes) + 2 * max(shape.block_bytes)
     passing = 0  # gradients of layers whose sum over the ranks is not a shard yet
     own, averages = trained, _averages(config, trained)
-    if engine.shard > 1 and shape.adapter.replaces:  # offsets, gradients and moments are sharded like the base
-        gathered += trained - sum(shape.block_trained) + 2 * max(shape.block_trained)
-        passing = trained - sum(shape.block_trained) + 2 * max(shape.block_trained)
-        own, adapter = (-(-size // engine.shard) for size in (trained, adapter))
+    cut = shape.trained_whole if engine.shard > 1 else 0
+    if cut:  # offsets, gradients and moments are sharded like the base
+        passing = cut - sum(shape.block_trained) + 2 * max(shape.block_trained)
+        gathered += passing
+        own, adapter = (size - cut + -(-cut // engine.shard) for size in (trained, adapter))
     always = {
         "weights": held,
         "adapter": adapter,
@@ -102,7 +103,7 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
         "update": always | {"gradients": own, "copy of the parameters": own},
     }
     if work.samples_here:
-        moments["sample"] = always | _sampling(shape, config, work, base + (trained if own < trained else 0))
+        moments["sample"] = always | _sampling(shape, config, work, base + cut)
     moments = {m: {part: size for part, size in parts.items() if size} for m, parts in moments.items()}
     return Memory(moments, tuple(layout.largest), layout.packed)
 

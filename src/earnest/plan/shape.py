@@ -84,7 +84,11 @@ class Shape:
             self.adapter = mounted_empty(
                 model, adapter.build(), adapter.targets, adapter.layers, adapter.modules_to_save
             )
-            self.block_trained = [bytes_of([p for p in b.parameters() if p.requires_grad]) for b in self.blocks]
+            cut = {id(p): p for s in self.adapter.slots.values() if s.replaces for p in s.parameters()}
+            self.trained_whole = bytes_of(
+                list(cut.values())
+            )  # of modules with offsets, which are sharded with the base
+            self.block_trained = [bytes_of([p for p in b.parameters() if id(p) in cut]) for b in self.blocks]
 
     @property
     def vocabulary(self) -> int:

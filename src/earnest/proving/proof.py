@@ -52,10 +52,11 @@ def prove(
     shared: list[Finding] = []
     if engine.mesh.size > 1:
         with restored(engine):
-            shared = list(sharded.check(engine, objective, batch))
+            shared = list(sharded.check(engine, objective, batch, reports))
     if engine.trained.any_sharded:
         why = "The trained parameters are in shards; `earnest check` with engine.shard=1 checks these laws."
-        return Verdict((*shared, Finding("GL", "the other laws", "not checked", "one process", "not applicable", why)))
+        others = Finding("GL", "the other laws", "not checked", "one process", "not applicable", why)
+        return Verdict((*shared, *_guard(engine, reports), others))
     with restored(engine):
         step = step_of(engine, objective, batch, update=updated)
         step = replace(step, active=activation(engine, objective, batch, step))

@@ -14,7 +14,7 @@ also checks that the optimizer owns each of them once, that each gets a gradient
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from zlib import crc32
 
 import torch
@@ -28,8 +28,11 @@ WIDE, NARROW = 1e-3, 5e-2
 """The largest relative difference that another order of the same sums can cause, in 32 and in 16 bits."""
 
 
-def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[Finding]:
-    """Yield the findings on an engine of several ranks. The caller restores the engine."""
+def check(
+    engine: LocalEngine, objective: Objective, batch: Batch, reports: list[Mapping[str, float]]
+) -> Iterator[Finding]:
+    """Yield the findings on an engine of several ranks; the guard's report of an update is added to ``reports``. The
+    caller restores the engine."""
     trained, mesh = engine.trained, engine.mesh
     room = NARROW if engine.policy.dtype.itemsize == 2 else WIDE
     parts = engine.layouts.cut(batch, engine.micro_tokens)
@@ -74,7 +77,9 @@ def check(engine: LocalEngine, objective: Objective, batch: Batch) -> Iterator[F
     for p, gradient in zip(engine.parameters, together, strict=True):
         p.grad = gradient
     engine.planned = 1.0
-    clipped = engine.update().gradient_norm
+    update = engine.update()
+    reports.append(update.guard)
+    clipped = update.gradient_norm
     yield _finding(
         "the clipped norm",
         f"{clipped:.4g}",

@@ -23,21 +23,17 @@ from earnest.errors import ConfigError
 def check(config: RunConfig) -> None:
     """Raise if a setting is not supported with several ranks."""
     engine, guard = config.engine, config.guard
+    parts, copies = config.replicated and engine.shard > 1, "replicas that share differences of whole tensors"
     for key, used, what, way in (
         ("engine.kind", engine.kind != "local", "several ranks", "shard"),
         ("sampler", config.sampler is not None, "several ranks", "shard"),
         ("sampling.workers", config.sampling.workers > 0, "several ranks", "shard"),
-        ("adapter.modules_to_save", bool(config.adapter.modules_to_save), "several ranks", "shard"),
-        ("adapter.kind", _sharded_parameters(config), "replicas that share differences of whole tensors", "shard"),
+        ("adapter.kind", parts and config.adapter.kind == "full", copies, "shard"),
+        ("adapter.modules_to_save", parts and bool(config.adapter.modules_to_save), copies, "shard"),
         ("guard.refresh", engine.tensor > 1 and guard is not None and guard.refresh > 0, "split layers", "tensor"),
     ):
         if engine.ranks > 1 and used:
             raise ConfigError(f"{key}: is not supported with {what}; set engine.{way}=1, or leave it out.")
-
-
-def _sharded_parameters(config: RunConfig) -> bool:
-    """Whether a replica would have only shards of what it trains."""
-    return config.replicated and config.engine.shard > 1 and config.adapter.kind == "full"
 
 
 def join(config: RunConfig) -> Mesh:
