@@ -1,16 +1,18 @@
-"""What nano learns on environments of several turns, and what each channel of the recipe ``agent`` contributes.
+"""What nano and SmolLM2 learn on environments of several turns, and the part of each channel of the recipe ``agent``.
 
     python -m benchmarks.agents_learn tasks                  GRPO on calculator, lookup and fix, 5 seeds
     python -m benchmarks.agents_learn verifiers              GRPO on two environments of verifiers, 5 seeds
     python -m benchmarks.agents_learn channels               each channel alone and together, on lookup, 5 seeds
+    python -m benchmarks.agents_learn smollm2                GRPO of SmolLM2-135M-Instruct on calculator, 3 seeds
     python -m benchmarks.agents_learn tasks --from benchmarks/results/agents_learn_tasks.json    the table of a JSON
 
 A command that is repeated continues with the runs that are not in its JSON file.
 
-Each seed has its own warm start: supervised steps of all weights on 256 conversations, at least as many as ``WARM``,
-until the mean reward of 32 conversations on training prompts is a quarter. The oracle makes them; in the built-in
-environments every second one answers without a call instead, so the policy learns the form of a call, and that it may
-do without. Training then starts from those weights with a fresh adapter and the recipe's settings.
+Each seed has its own warm start (``STARTS``): supervised steps of all weights on 256 conversations, until the mean
+reward of 32 conversations on training prompts is a quarter or more. The oracle makes them; in the built-in environments
+every second one answers without a call instead, so the policy learns the form of a call, and that it may do without.
+Training then starts from those weights with a fresh adapter and the recipe's settings (``SMOLLM2`` for SmolLM2, of
+which only the upper third trains in both).
 
 Held-out prompts, with their seeds, are the same before and after; the standard error is that of the prompts'
 differences. "rises" counts the seeds whose gain is above three standard errors.
@@ -27,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,6 +39,7 @@ import torch
 from earnest.config import RunConfig, from_mapping, recipes
 from earnest.disk import write_json
 from earnest.errors import NothingToTrain
+from earnest.models.places import nano_folder
 from earnest.models.protocol import PolicyLike
 from earnest.models.replies import message_tokens
 from earnest.rollouts import Row, Trajectory, demonstration
@@ -49,14 +52,45 @@ from earnest.tasks import Environment, Prompt, PromptStream, is_environment
 from earnest.tasks.tool_environment import ToolEnvironment
 
 OWN, VERIFIERS = ("calculator", "lookup", "fix"), ("verifiers/shop_prices", "verifiers/alphabet_sort")
-WARM = {"calculator": 40, "lookup": 16, "fix": 40, "verifiers/shop_prices": 4, "verifiers/alphabet_sort": 40}
-WARM_LR = {"lookup": 4e-4, "verifiers/shop_prices": 2e-4}
-"""The learning rate of the warm start, where it is not 1.5e-3. nano already calls the tool for every item; at a higher
-rate it forgets to copy the names of items that no demonstration asks about, which are the held-out ones."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """A warm start: at least ``steps`` steps on ``rows`` conversations, then until the reward, which is measured every
+    ``every`` steps, is ``enough``, for at most ``most`` steps. ``only``: which layers train; none: all."""
+
+    steps: int
+    lr: float = 1.5e-3
+    enough: float = 0.25
+    most: int = 120
+    rows: int = 32
+    every: int = 8
+    only: range | None = None
+
+
+STARTS = {
+    "calculator": Start(40),
+    "lookup": Start(16, 4e-4),
+    "fix": Start(40),
+    "verifiers/shop_prices": Start(4, 2e-4),
+    "verifiers/alphabet_sort": Start(136, enough=0.4, most=240),
+    "smollm2": Start(5, 2e-4, rows=8, every=1, only=range(20, 30)),
+}
+"""For each environment, and for SmolLM2. nano already calls the tool ``price`` for every item; at a higher rate it
+forgets to copy the names of items that no demonstration asks about, which are the held-out ones."""
+SMOLLM2: dict[str, Any] = {
+    "model": "smollm2",
+    "chat_template": str(nano_folder() / "chat_template.jinja"),
+    "adapter": {"kind": "lora", "rank": 8, "targets": ["q_proj", "v_proj"], "layers": list(range(20, 30))},
+    "optimizer": {"kind": "adamw", "lr": 1e-3},
+    "sampling": {"prompts_per_step": 4, "completions_per_prompt": 4, "max_new_tokens": 40, "temperature": 1.0},
+    "turns": {"max_turns": 2},
+}
+"""Settings for SmolLM2, for one core. Its own chat template has no tools; nano's has the same marks of messages."""
 LENGTH = {"verifiers/alphabet_sort": 64}
 """Tokens of a turn, where the recipe's 48 are too few."""
 ENVIRONMENTS = Path(__file__).parents[1] / "experiments" / "environments"
-ENOUGH, MOST, DEMONSTRATIONS = 0.25, 120, 256
+DEMONSTRATIONS = 256
 GRPO, SDPO, SIMPO, BARRIER = (
     {"kind": "grpo", "clip": 0.2},
     {"kind": "sdpo", "weight": 0.5, "alpha": 0.5, "top_k": 100},
@@ -117,19 +151,20 @@ def demonstrations(policy: PolicyLike, environment: Environment, prompts: Sequen
     return rows
 
 
-def warm(task: str, seed: int, folder: Path) -> tuple[int, float]:
-    """(steps, seconds) of the warm start; the weights go to ``folder``."""
-    started = time.perf_counter()
+def warm(task: str, seed: int, folder: Path, model: Mapping[str, Any] | None = None) -> tuple[int, float]:
+    """(steps, seconds) of the warm start; the weights go to ``folder``. ``model``: settings of another model."""
+    started, start = time.perf_counter(), STARTS["smollm2" if model else task]
     config = RunConfig.model_validate(
         {
             "model": "nano",
             "task": task,
-            "adapter": {"kind": "full"},
-            "objective": [{"kind": "sft"}],
-            "optimizer": {"kind": "adamw", "lr": WARM_LR.get(task, 1.5e-3)},
             "sampling": {"max_new_tokens": LENGTH.get(task, 48)},
             "turns": {"max_turns": 4},
-            "steps": MOST,
+            **(model or {}),
+            "adapter": {"kind": "full", "layers": start.only and list(start.only)},
+            "objective": [{"kind": "sft"}],
+            "optimizer": {"kind": "adamw", "lr": start.lr},
+            "steps": start.most,
             "seed": seed,
         }
     )
@@ -140,16 +175,16 @@ def warm(task: str, seed: int, folder: Path) -> tuple[int, float]:
     prompts, rng = stream.next(16), random.Random(seed)
 
     def enough(step: int) -> bool:
-        if step < WARM[task] or (step - WARM[task]) % 8:
+        if step < start.steps or (step - start.steps) % start.every:
             return False
-        return statistics.fmean(a.grade.reward for a in attempt(setup, prompts, 2, step)) >= ENOUGH
+        return statistics.fmean(a.grade.reward for a in attempt(setup, prompts, 2, step)) >= start.enough
 
     step = 0
-    while step < MOST and not enough(step):
-        batch = stack(rng.sample(rows, 32), pad=setup.policy.pad_id, device=setup.policy.device)
+    while step < start.most and not enough(step):
+        batch = stack(rng.sample(rows, start.rows), pad=setup.policy.pad_id, device=setup.policy.device)
         setup.engine.step(batch, setup.objective)
         step += 1
-    setup.require_local("the warm start").adapter.save(folder, "nano")
+    setup.require_local("the warm start").adapter.save(folder, config.model)
     return step, time.perf_counter() - started
 
 
@@ -163,8 +198,9 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     """The recipe ``agent`` with these terms, from the warm start."""
     started = time.perf_counter()
     _, recipe = recipes.read("agent")
-    recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
     recipe["sampling"] |= {"max_new_tokens": LENGTH.get(task, 48)}
+    recipe |= SMOLLM2 if args.what == "smollm2" else {}
+    recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
     recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 2}
     setup = build(from_mapping(recipe), quiet)
     before = evaluate(setup, 0)
@@ -224,30 +260,36 @@ def _spread(values: Sequence[float]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["tasks", "verifiers", "channels"])
-    parser.add_argument("--tasks", nargs="*", choices=list(WARM), help="default: all, and lookup for the channels")
-    parser.add_argument("--seeds", nargs="*", type=int, default=list(range(5)))
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--prompts", type=int, default=64, help="held-out prompts, 2 conversations each")
+    parser.add_argument("what", choices=["tasks", "verifiers", "channels", "smollm2"])
+    parser.add_argument("--tasks", nargs="*", choices=OWN + VERIFIERS, help="default: those in the list above")
+    parser.add_argument("--seeds", nargs="*", type=int, help="default: 0 to 4, 0 to 2 for SmolLM2")
+    parser.add_argument("--steps", type=int, help="default: 40, 10 for SmolLM2")
+    parser.add_argument("--prompts", type=int, help="held-out prompts, 2 conversations each (64, 32 for SmolLM2)")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/agents_learn_WHAT.json")
     parser.add_argument("--from", dest="earlier", type=Path, nargs="*", help="print the table of these JSON files")
     args = parser.parse_args(argv)
     if args.earlier:
-        print(table([result for path in args.earlier for result in read(path)]))
+        found = [result for path in args.earlier for result in read(path)]
+        print(table([result for result in found if result.task in (args.tasks or OWN + VERIFIERS)]))
         return 0
     torch.set_num_threads(1)
+    small = args.what == "smollm2"
+    seeds = range(3 if small else 5) if args.seeds is None else args.seeds
+    args.steps, args.prompts = args.steps or (10 if small else 40), args.prompts or (32 if small else 64)
     sys.path.insert(0, str(ENVIRONMENTS))
     place = args.json or Path(f"benchmarks/results/agents_learn_{args.what}.json")
     arms = CHANNELS if args.what == "channels" else {"GRPO": [GRPO]}
-    tasks = {"tasks": OWN, "verifiers": VERIFIERS, "channels": ("lookup",)}[args.what]
+    tasks = {"tasks": OWN, "verifiers": VERIFIERS, "channels": ("lookup",), "smollm2": ("calculator",)}[args.what]
     place.parent.mkdir(parents=True, exist_ok=True)
     results = read(place) if place.exists() else []
     done = {(r.arm, r.task, r.seed, r.steps, r.prompts) for r in results}
-    for seed in args.seeds:
+    for seed in seeds:
         for task in args.tasks or tasks:
             todo = [arm for arm in arms if (arm, task, seed, args.steps, args.prompts) not in done]
             with tempfile.TemporaryDirectory() as folder:
-                warmed = warm(task, seed, Path(folder) / "model") if todo else (0, 0.0)
+                warmed = (0, 0.0)
+                if todo:
+                    warmed = warm(task, seed, Path(folder) / "model", SMOLLM2 if small else None)
                 for arm in todo:
                     last = train(arm, arms[arm], task, seed, Path(folder) / "model", warmed, args)
                     results.append(last)
@@ -261,8 +303,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read(place: Path) -> list[Result]:
-    """The results in a file of this program."""
-    return [Result(**one) for one in json.loads(place.read_text())["results"]]
+    """The results in a file of this program. A standard error of null is that of a run in which no reward changed."""
+    found = json.loads(place.read_text())["results"]
+    return [Result(**one | {"se": float("nan") if one["se"] is None else one["se"]}) for one in found]
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ from rich.console import Console
 import earnest as en
 from earnest.errors import ConfigError
 from earnest.report import load, render
+from earnest.report.markup import number
 from tests.rollouts.worlds import Echo
 
 QUIET = Console(quiet=True)
@@ -56,6 +57,14 @@ def test_the_report_marks_what_was_trained(folder: Path) -> None:
     page = render(run)
     assert 'id="conversations"' in page
     assert page.count('class="segment policy"') == sum(s.author == "policy" for a in samples for s in a.segments)
+    rewarded = next(s for s in samples if any(s.turn_rewards))
+    assert f"rewards of the turns: {', '.join(number(r, 3) for r in rewarded.turn_rewards)}" in page
+    for ending in {str(s.ending) for s in samples[:6]}:
+        assert f"ended: {ending.replace('_', ' ')}" in page
+    for evaluation in (run.evaluations[0], run.evaluations[-1]):
+        shares = {k.removeprefix("ended/"): v for k, v in evaluation.metrics.items() if k.startswith("ended/")}
+        line = ", ".join(f"{name.replace('_', ' ')} {share:.0%}" for name, share in shares.items() if share)
+        assert line and f"<li>step {evaluation.step}: {line}</li>" in page
 
 
 def test_turns_are_refused_for_a_task_of_one_turn(tmp_path: Path) -> None:

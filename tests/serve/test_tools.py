@@ -11,8 +11,10 @@ import pytest
 
 from earnest.models import SampleSpec, places, sample
 from earnest.models.tool_calls import read_message
+from earnest.serve import lessons
 from earnest.serve.learning import LearnConfig
 from earnest.serve.lessons import _teacher_prompt
+from earnest.serve.rows import FeedbackRow
 from tests.serve.conftest import Live
 
 
@@ -118,6 +120,27 @@ def test_feedback_teaches_with_the_tools_that_the_policy_saw(client: openai.Open
     prompt = _teacher_prompt(live.state, LearnConfig(), feedback, kept)
     seen = live.state.text.decode(prompt, special=True)
     assert "Tools: weather(city) price(item) clock(city)" in seen and "Be quick." in seen
+
+
+def test_feedback_on_a_conversation_with_tools_teaches_the_turn_that_it_is_about(
+    client: openai.OpenAI, live: Live
+) -> None:
+    """The call, or the answer after its result: the tokens of that turn alone, after the history that it had."""
+    own = {**GREEDY, "model": "assistant"}
+    first = client.chat.completions.create(messages=ASKED, tools=TOOLS, **own)
+    (call,) = first.choices[0].message.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "37 coins"}
+    second = client.chat.completions.create(messages=[*ASKED, first.choices[0].message, result], tools=TOOLS, **own)
+    state, config = live.state, LearnConfig()
+    objective = config.build_objective()
+    for found, said in ((first, "Wrong tool."), (second, "Too long.")):
+        kept = state.store.completion(found.id)
+        feedback = FeedbackRow(1, "f", 0.0, 0, found.id, 0, "", said, None, None, "queued", None, "")
+        (row,) = lessons.gather(state, config, objective, [feedback]).rows
+        assert (row.role, row.prompt, row.tokens) == ("rollout", kept.prompt, kept.tokens)
+        read = state.text.decode(row.teacher_prompt or (), special=True)
+        assert read.count(said) == 1 and read.count("37 coins") == (found is second)
+        assert read.count("<tool_call>") == (found is second) and read.endswith("<|im_start|>assistant\n")
 
 
 # --- tokens in, tokens out --------------------------------------------------------------------------------------------

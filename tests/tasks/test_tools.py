@@ -14,9 +14,20 @@ from earnest import plugins
 from earnest.tasks import Environment, Prompt, TaskError
 from earnest.tasks.environment import Message
 from earnest.tasks.playing import demonstration, play
-from earnest.tasks.sandbox import Limits, Sandbox, SandboxError
+from earnest.tasks.sandbox import PROTECTIONS, Limits, Sandbox, SandboxError, protections
 from earnest.tasks.tool_environment import ToolEnvironment
-from earnest.tasks.tool_tasks import CALCULATOR, ENVIRONMENTS, FIX, LOOKUP, _broken, calculate, oracle
+from earnest.tasks.tool_tasks import (
+    CALCULATOR,
+    ENVIRONMENTS,
+    FIX,
+    LOOKUP,
+    Fix,
+    FixTask,
+    _broken,
+    calculate,
+    check,
+    oracle,
+)
 from earnest.tasks.tools import Tool, Tools
 
 MINE = """
@@ -217,6 +228,38 @@ def test_malformed_and_failed_calls_are_replies_and_the_conversation_goes_on() -
     replies = [m["content"] for m in messages if m["role"] == "tool"]
     assert [r.split()[0] for r in replies[:4]] == ["The", "Error:", "Error:", "Error:"]
     assert grade.correct and grade.extras["failed_calls"] == 4 and grade.extras["tool_calls"] == 1
+
+
+@pytest.mark.skipif(not protections() >= PROTECTIONS, reason="this system cannot isolate a tool")
+def test_code_that_attacks_the_machine_is_a_reply_and_the_conversation_goes_on(tmp_path: Path) -> None:
+    """The code of the policy runs when it is checked and when it is graded."""
+    kept = tmp_path / "kept.txt"
+    attacks = {
+        "import os\nwhile True: os.fork()": "PermissionError",
+        "while True: pass": "longer than 2 seconds",
+        "x = bytearray(10 * 2**30)": "more memory",
+        "import socket\nsocket.create_connection(('127.0.0.1', 9), 1)": "PermissionError",
+        f"open({str(kept)!r}, 'w').write('x')": "PermissionError",
+        "import sys\nfor _ in range(100): sys.stdout.write('x' * 2**20)": "printed more than",
+    }
+    toolbox = Tools([check], Sandbox(Limits(seconds=2, memory=128 * 2**20)))
+    environment = Fix(FixTask("fix", "", _broken, toolbox), [], tools=toolbox)
+    prompt, said = _prompt(environment), [*attacks]
+
+    def policy(prompt: Prompt, history: tuple[Message, ...]) -> Message:
+        turn = sum(m["role"] == "assistant" for m in history)
+        if turn < len(said):
+            return _call("check", {"code": said[turn]})
+        return oracle(prompt, history[:1] if turn == len(said) else history)
+
+    messages, grade = asyncio.run(play(environment, prompt, policy, max_turns=9))
+    replies = [str(m["content"]) for m in messages if m["role"] == "tool"]
+    for reply, wanted in zip(replies, attacks.values(), strict=False):
+        assert reply.startswith("Error: ") and wanted in reply
+    assert len(replies) == 7 and grade.correct and grade.extras["failed_calls"] == 6
+    assert not kept.exists()
+    _, alone = asyncio.run(play(environment, prompt, _answers(said[0])))
+    assert (alone.reward, alone.correct) == (0.0, False)
 
 
 def _call(name: str, arguments: dict[str, Any]) -> Message:
