@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import pytest
 import earnest as en
 from earnest.models import SampleSpec
 from earnest.proving import prove_conversations
-from earnest.proving.conversations import _letters
+from earnest.proving.conversations import _letters, _places
 from earnest.rollouts import Segment, TurnSettings, collecting, rows
 from earnest.rollouts.transcript import Transcript, authored
 from earnest.rollouts.turn_sampling import TurnSampler
@@ -187,6 +188,20 @@ def test_an_observation_with_a_role_of_its_own_breaks_a_law(engine: en.LocalEngi
 
     monkeypatch.setattr(collecting, "rollout_rows", wrong)
     assert "tokens trained" in broken(laws(engine))
+
+
+@pytest.mark.parametrize("sampled", [(True, False), (False, True), (True, True)])
+def test_a_turn_that_no_row_of_its_conversation_has_is_not_found(sampled: tuple[bool, bool]) -> None:
+    """Two conversations with one row each. The other one's row has tokens that are trained, too."""
+    batch = en.Batch.from_rows([(5, 6), (5, 7)], [(8, 9), (8, 9)])
+    drawn = {
+        (i, 0): [SimpleNamespace(prompt=(5, 6 + i), tokens=(8, 9 if is_there else 4))]
+        for i, is_there in enumerate(sampled)
+    }
+    attempts = [SimpleNamespace(rollout=SimpleNamespace(rows=[()], prompt_index=i, sample_index=0)) for i in range(2)]
+    made: Any = SimpleNamespace(attempts=attempts, drawn=drawn)
+    found = [turn and (turn.row, turn.first) for turn in _places(batch, made)]
+    assert found == [(i, 1) if is_there else None for i, is_there in enumerate(sampled)]
 
 
 def test_letters_are_compared_without_spaces_and_torn_characters() -> None:

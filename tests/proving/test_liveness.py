@@ -15,6 +15,7 @@ from earnest.objectives import GRPO
 from earnest.objectives.base import Term, Value
 from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.view import View
+from earnest.proving.proof import restored
 from earnest.signals import Batch
 from earnest_audit import LawBroken
 from tests.engines.conftest import batch as batch
@@ -52,6 +53,16 @@ def test_a_healthy_step_holds_and_is_left_as_it_was(make_engine: Make, batch: Ba
     assert engine.version == twin.version == 2
     for p, q in zip(engine.parameters, twin.parameters, strict=True):
         assert torch.equal(p, q)
+
+
+def test_updates_inside_a_block_are_undone_at_its_end(make_engine: Make, batch: Batch) -> None:
+    engine = make_engine()
+    before = [p.detach().clone() for p in engine.parameters]
+    with restored(engine):
+        engine.step(batch, GRPO(clip=0.2))
+        assert engine.version == 1 and not torch.equal(engine.parameters[0], before[0])
+    assert engine.version == 0 and not engine.optimizer.state
+    assert all(torch.equal(p, value) for p, value in zip(engine.parameters, before, strict=True))
 
 
 def test_a_term_that_is_always_0_fails_and_is_named(make_engine: Make, batch: Batch) -> None:
