@@ -131,11 +131,11 @@ def test_the_command_prints_the_given_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = []
-    for name in ("command", "a", "b"):
+    for name in ("a", "b"):
         files.append(tmp_path / f"{name}.jsonl")
         found = [{"file": name, "line": 3, "what": fate, "fate": fate, "key": fate} for fate in ("survived", "killed")]
         files[-1].write_text("".join(json.dumps(outcome) + "\n" for outcome in found))
-    monkeypatch.setattr(sys, "argv", list(map(str, files)))
+    monkeypatch.setattr(sys, "argv", ["mutation", *map(str, files)])
     runpy.run_path(str(Path(score.__file__).with_name("__main__.py")), run_name="__main__")
     shown = capsys.readouterr().out
-    assert "| `a` | 2 | 1 | 1 | 50% |" in shown and "| `b` | 3 | survived |" in shown and "`command`" not in shown
+    assert "| `a` | 2 | 1 | 1 | 50% |" in shown and "| `b` | 3 | survived |" in shown
