@@ -7,6 +7,8 @@
     adr/index.md            the decision records
     changelog.md            the changelog
 
+A block that the reader saves as a file (``<!-- test: file NAME -->``) gets its name as a title.
+
 Nothing is written into docs/.
 """
 
@@ -27,6 +29,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for name, content in {**api(), **{name: make() for name, make in PAGES.items()}}.items():
         files.append(File.generated(config, name, content=content))
     return files
+
+
+SAVED = re.compile(r"(<!-- test: file (\S+) -->\n(?:<!-- test: [^\n]*\n)*```\w+)\n")
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    return SAVED.sub(r'\1 title="\2"\n', markdown)
 
 
 def api() -> dict[str, str]:

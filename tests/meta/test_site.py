@@ -50,6 +50,10 @@ def test_the_reference_is_complete(site: Path) -> None:
     assert all(f"earnest {name}" in commands for name in ("run", "audit", "data", "serve", "replay"))
 
 
+def test_a_block_to_save_has_the_name_of_its_file(site: Path) -> None:
+    assert '<span class="filename">shop.py</span>' in (site / "tutorials/agent.html").read_text()
+
+
 def test_no_page_loads_anything_from_the_network(site: Path) -> None:
     """Scripts, styles, fonts and images are files of the site."""
     for page in site.rglob("*.html"):

@@ -25,7 +25,8 @@ def section_of(run: Run) -> Html | None:
     if not any("sampler/age" in step.metrics for step in run.steps):
         return None
     rows = [
-        _row(text, [v for s in run.steps if (v := s.metrics.get(name)) is not None]) for name, text in NAMES.items()
+        _row(text, [v for s in run.steps if (v := s.metrics.get(name)) is not None], share="share" in text)
+        for name, text in NAMES.items()
     ]
     for metric, text in (("ratio", "ratio to the weights that sampled, mean"), ("ratio_max", "largest ratio")):
         values = [v for s in run.steps for t in s.terms.values() if (v := t.metrics.get(metric)) is not None]
@@ -33,7 +34,8 @@ def section_of(run: Run) -> Html | None:
     head = el("tr", *(el("th", name, scope="col") for name in ("per step", "mean", "smallest", "largest")))
     lead = (
         f"Samplers worked while the trainer trained, so a step was trained on tokens of older weights. {_gain(run)} "
-        "What it cost is how far the ratios are from 1."
+        "The ratios compare the trained weights with those that sampled: the further they are from 1, the more the "
+        "older tokens cost."
     )
     table = scroll("Samplers", el("table", el("thead", head), el("tbody", *(r for r in rows if r is not None))))
     return section("samplers", "Samplers", el("p", lead), table)
@@ -53,12 +55,12 @@ def _gain(run: Run) -> str:
     worked = f"The trainer worked {trained:.0%} of the time and the mean sampler {sampled:.0%}"
     if trained + sampled <= 1:
         return f"{worked}, so no time was gained."
-    return f"{worked}: in turns, the same work takes {trained + sampled:.2f} times as long."
+    return f"{worked}; one after the other, the same work would take {trained + sampled:.2f} times as long."
 
 
-def _row(text: str, values: Sequence[float]) -> Html | None:
+def _row(text: str, values: Sequence[float], *, share: bool = False) -> Html | None:
     if not values:
         return None
     shown = (sum(values) / len(values), min(values), max(values))
-    cells = [el("td", number(value, 3)) for value in shown]
+    cells = [el("td", f"{value:.1%}" if share else number(value, 3)) for value in shown]
     return el("tr", el("th", text, scope="row"), *cells)

@@ -38,7 +38,7 @@ def verdict(run: Run) -> Html:
         counts += f" ({run.verdict.not_applicable} more do not apply to this run)"
     when = f", after step {run.verdict.step}" if run.verdict.step else ", before the first step"
     took = f", in {duration(run.verdict.seconds)}" if run.verdict.seconds is not None else ""
-    lead = el("p", f"The laws of a training step, checked on this run's own{when}{took}: {counts}.")
+    lead = el("p", f"The laws of a training step, checked on the step of this run{when}{took}: {counts}.")
     failing = [check for check in found if check.outcome == "fails"]
     broken = el("div", el("h3", "Broken"), _table(failing, "Broken laws"), class_="broken") if failing else None
     laws: list[Html] = []
