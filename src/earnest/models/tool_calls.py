@@ -147,7 +147,8 @@ def check_tools(policy: PolicyLike) -> None:
     if tool_format(policy) is None and getattr(policy.tokenizer, "response_template", None) is None:
         raise ConfigError(
             f"model: the chat template of {policy.name} writes no tool calls that earnest can read (it reads "
-            f"{', '.join(f.name for f in FORMATS)}); use a model with tools, or give its tokenizer a response_template."
+            f"{', '.join(f.name for f in FORMATS)}); use a model with tools, give a template that writes them "
+            "(chat_template=FILE), or give its tokenizer a response_template."
         )
 
 
