@@ -14,7 +14,7 @@ from scripts.docs.pages import ROOT, all_pages
 PAGES = all_pages()
 NIGHTLY = {
     *("docs/guards.md", "docs/diloco.md", "docs/steering.md", "docs/scale.md", "docs/tutorials/eight-gpus.md"),
-    *("docs/tutorials/first-run.md", "docs/tutorials/agent.md", "docs/tutorials/serve.md"),
+    "docs/tutorials/first-run.md",
     *("docs/objectives/preferences.md", "docs/objectives/distillation.md", "docs/findings/label-smoothing.md"),
 }
 """Pages that train for long. `make test-integrations` checks their words and `make nightly` runs them."""
