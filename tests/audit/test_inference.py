@@ -49,6 +49,21 @@ def test_audit_of_a_model_prints_its_guesses_and_checks_what_follows() -> None:
     assert "MI" in {f.law for f in audit(step.model, wrong, batch).failures}
 
 
+def test_settings_in_the_signature_of_the_loss_are_offered() -> None:
+    step = policy_step()
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], clip: float = 0.2, name: str = "a", hard: bool = True) -> Any:
+        return step.loss(model, batch, **{**step.knobs, "clip": clip})
+
+    found = audit(step.model, loss, step.batch)
+    assert "the loss has settings that are not declared: settings={'clip': 0.2} declares them" in found.notes
+    assert [f.outcome for f in found.findings if f.law == "PG-CLIP"] == ["not declared"]
+    assert str(found).endswith(f"{found.summary}\n")
+    assert found.summary.startswith(f"{found.counts['holds']} hold, 0 fail,")
+    declared = audit(step.model, loss, step.batch, quick=True, settings={"clip": 0.2})
+    assert not any("settings that are not declared" in note for note in declared.notes)
+
+
 def test_a_declared_role_is_not_guessed_again() -> None:
     step = policy_step()
     loss, batch, truth = renamed(step)

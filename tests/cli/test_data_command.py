@@ -55,7 +55,8 @@ def test_json_has_every_number_and_the_exit_code_is_0_where_all_is_well(
 def test_a_mistake_is_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     source = write(tmp_path / "a.jsonl", [{"question": "a", "answer": "b"}])
     for words, sentence in (
-        ((source,), "data.columns={prompt: question, completion: answer}"),
+        ((source,), "data.columns.prompt=question data.columns.completion=answer"),
+        ((source, "columns.prompt=questoin"), "no column 'questoin'; did you mean 'question'?"),
         ((source, "heldot=0.1"), "heldot: unknown key; did you mean 'heldout'?"),
         ((str(tmp_path / "none.jsonl"),), "there is no such file or folder"),
     ):

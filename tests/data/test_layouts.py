@@ -60,11 +60,8 @@ def test_the_most_specific_layout_wins_and_other_names_are_mapped() -> None:
     assert recognise(row).read(row).answer == 4
     with pytest.raises(DataError, match=r"columns question, solution are no layout") as refused:
         recognise({"question": 1, "solution": 2})
-    for_sft, for_reward = (
-        "{prompt: question, completion: answer} for sft",
-        "{prompt: question, answer: answer} and grade",
-    )
-    assert f"data.columns={for_sft}" in str(refused.value) and f"data.columns={for_reward}" in str(refused.value)
+    for way in ("data.columns.completion=answer for sft", "data.columns.answer=answer grade=exact for a reward"):
+        assert f"data.columns.prompt=question {way}" in str(refused.value)
 
 
 def test_tool_calls_tools_and_system_messages_survive() -> None:

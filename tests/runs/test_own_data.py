@@ -291,13 +291,18 @@ def test_the_samples_are_the_users_rows_with_their_own_numbers(
 ) -> None:
     """Each held-out row has its loss before and after, and the file's answer."""
     options = ("steps=4", "eval.every=0", "optimizer.lr=0.02", "sampling.prompts_per_step=8", "samples.heldout=100")
-    config = demonstrations(make_config, talks, *options, "eval.prompts=64", f"out={tmp_path / 'run'}")
+    options += ("eval.prompts=64", "sampling.max_new_tokens=1")
+    config = demonstrations(make_config, talks, *options, f"out={tmp_path / 'run'}")
     setup = build(config, lambda _: None)
     folder = start("own", config, quiet).folder
     shown = [json.loads(text) for text in (folder / "samples.jsonl").read_text().splitlines()]
     before, after = ([x for x in shown if x["phase"] == phase] for phase in ("before", "after"))
     held = [e.prompt[0]["content"] for e in own(setup).dataset.examples("heldout")]
     assert [x["prompt"][0]["content"] for x in before] == held == [x["prompt"][0]["content"] for x in after]
+    dataset = own(setup).dataset
+    longest = max(sum(r.trained) for e in dataset.examples("heldout") for r in dataset.rendered(e))
+    assert max(x["tokens"] for x in before) == longest > 1, "a sample is as long as the file's answers"
+    assert any(x["cut_off"] for x in before) and all(x["cut_off"] or x["tokens"] <= longest for x in before)
     found = own(setup).measure(setup.engine, 64)
     assert found is not None and [x["loss"] for x in before] == pytest.approx(list(found.each))
     first = next(x for x in lines(folder) if x["kind"] == "eval")
@@ -305,6 +310,7 @@ def test_the_samples_are_the_users_rows_with_their_own_numbers(
     assert first["metrics"]["heldout/perplexity_se"] == pytest.approx(first["se"] * math.exp(first["loss"]))
     better = sum(a["loss"] < b["loss"] for b, a in zip(before, after, strict=True))
     page = (folder / "report.html").read_text()
+    assert f"{longest} tokens, cut off" in page
     assert f"{better} better, {len(before) - better} worse, 0 with the same loss" in page and better > 0
     assert "All numbers of the evaluations" in page and "held-out: heldout/perplexity" in page
     rows = [x for x in shown if x["phase"] == "train"]
@@ -411,11 +417,13 @@ def test_what_cannot_be_trained_is_refused(make_config: Make, data: Path, talks:
         build(make_config(SFT, "task=null", f"data={{train: {talks}, heldout: 0.0}}"), lambda _: None)
     questions = tmp_path / "questions.jsonl"
     questions.write_text('{"prompt": "1 + 1?", "answer": "2"}\n')
-    with pytest.raises(DataError, match=r"are questions \(prompt, answer\), which no term trains on"):
+    with pytest.raises(DataError, match=r"\(columns prompt, answer\) are questions, which no term trains on"):
         build(make_config(SFT, f"data={{train: {questions}, heldout: 0.0}}"), lambda _: None)
     questions.write_text('{"question": "1 + 1?", "answer": "2"}\n')
     mapped = f"data={{train: {questions}, heldout: 0.0, columns: {{prompt: question}}}}"
-    with pytest.raises(DataError, match=r"data\.columns={prompt: question, completion: answer}; .*give grade=exact"):
+    with pytest.raises(
+        DataError, match=r"data\.columns\.prompt=question data\.columns\.completion=answer; .*give grade=exact"
+    ):
         build(make_config(SFT, mapped), lambda _: None)
 
 

@@ -11,6 +11,7 @@ from rich.console import Console
 from earnest import runs
 from earnest.config import dump, from_mapping, recipes
 from earnest.config.text import parse
+from earnest.data.reading import DataError
 from earnest.errors import ConfigError, EarnestError
 from earnest.tasks import PromptStream, Task, TaskError, get_task
 
@@ -118,6 +119,22 @@ def test_mistakes_in_the_data_are_one_sentence(folder: Path) -> None:
         get_task("graded", {"train": str(folder / "pairs.jsonl"), "grade": "exact"})
     with pytest.raises(EarnestError, match="grade: is required"):
         get_task("graded", {"train": str(folder / "questions.jsonl")})
+
+
+def test_a_grader_of_ones_own_needs_no_answer(folder: Path) -> None:
+    path = folder / "open.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"Describe the {noun}.", "noun": noun}) + "\n" for noun in "abcdefgh")
+    )
+    (folder / "short.py").write_text("def score(row, completion):\n    return float(row['noun'] in completion)\n")
+    settings = {"train": str(path), "heldout": 0.2}
+    task = get_task("graded", settings | {"grade": f"{folder / 'short.py'}:score"})
+    prompt = task.prompts("train", 1, 0)[0]
+    assert task.grade(prompt, f"it is {prompt.data['noun']}").reward == 1.0
+    assert get_task("graded", settings | {"grade": {"kind": "regex", "pattern": "^It"}})
+    for grade in ("exact", "numeric", "contains", "json", {"kind": "regex", "pattern": "(a)"}, ["exact"]):
+        with pytest.raises(DataError, match=r"have none \(columns prompt, noun\); name it with data.columns.answer"):
+            get_task("graded", settings | {"grade": grade})
 
 
 RECIPE = """

@@ -19,6 +19,7 @@ A guess is "sure", "likely" or "weak". The audit uses the sure and the likely on
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -66,7 +67,9 @@ class InferredStep(Step):
         used = [f"guessed: {guess}" for guess in self.inferred if guess.sure != "weak"]
         weak = [f"not used: perhaps {guess}" for guess in self.inferred if guess.sure == "weak"]
         none = [f"no role was found for {nothing}"] if nothing else []
-        return (*used, *weak, *none, "Step(…, roles={role: key}) declares roles instead of guessing them")
+        free = {k: v for k, v in numbers_of(self.loss).items() if k not in self.knobs}
+        offered = [f"the loss has settings that are not declared: settings={free} declares them"] if free else []
+        return (*used, *weak, *none, *offered, "Step(…, roles={role: key}) declares roles instead of guessing them")
 
 
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
@@ -82,6 +85,15 @@ def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], 
     if "labels" in roles and "ignore_index" not in declared and (ignored := ignored_label(batch[roles["labels"]])):
         declared["ignore_index"] = ignored
     return InferredStep(model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), **declared)
+
+
+def numbers_of(loss: Callable[..., Any]) -> dict[str, float]:
+    """The parameters of the loss after (model, batch) that have a number as their default."""
+    try:
+        named = list(inspect.signature(loss).parameters.values())[2:]
+    except (TypeError, ValueError):  # no signature is known
+        return {}
+    return {p.name: p.default for p in named if type(p.default) in (int, float)}
 
 
 @dataclass(frozen=True)

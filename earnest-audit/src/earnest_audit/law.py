@@ -93,4 +93,4 @@ class Law:
 
 
 def not_declared(code: str, subject: str, what: str) -> Finding:
-    return Finding(code, subject, "not checked", "-", "not declared", f"Declare {what} and it is checked.")
+    return Finding(code, subject, "not checked", "-", "not declared", f"Declare {what} and {code} is checked.")

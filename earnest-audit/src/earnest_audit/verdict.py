@@ -69,6 +69,18 @@ class Verdict:
         """True where something was checked and nothing failed."""
         return not self.failures and any(f.outcome == "holds" for f in self.findings)
 
+    @property
+    def counts(self) -> dict[LawOutcome, int]:
+        return {outcome: sum(f.outcome == outcome for f in self.findings) for outcome in COLOURS}
+
+    @property
+    def summary(self) -> str:
+        """One line: "12 hold, 1 fails, 3 not declared, 2 not applicable"."""
+        counts = self.counts
+        held, failed = counts.pop("holds"), counts.pop("fails")
+        first = [f"{held} hold{'s' if held == 1 else ''}", f"{failed} fail{'s' if failed == 1 else ''}"]
+        return ", ".join([*first, *(f"{count} {outcome}" for outcome, count in counts.items() if count)])
+
     def raise_if_failed(self) -> Verdict:
         """Raise ``LawBroken`` unless something was checked and nothing failed; otherwise return the verdict."""
         if not self.holds:
@@ -80,11 +92,10 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON for machines (verdict.json)."""
-        counts = {outcome: sum(f.outcome == outcome for f in self.findings) for outcome in COLOURS}
         return {
             "title": self.title,
             "holds": self.holds,
-            "counts": counts,
+            "counts": self.counts,
             "cost": self.cost,
             "notes": list(self.notes),
             "findings": [asdict(f) for f in self.findings],
@@ -118,6 +129,7 @@ class Verdict:
             yield f"[dim]· {escape(remark)}[/]"
         for f in self.failures:
             yield f"[red]✗[/] {escape(f'{f.law} on {f.subject}: {f.meaning}')}"
+        yield self.summary
 
     def __str__(self) -> str:
         """The table in plain text."""
@@ -129,7 +141,7 @@ class Verdict:
         below = [f"· {remark}" for remark in self.remarks()]
         below += [f"✗ {f.law} on {f.subject}: {f.meaning}" for f in self.failures]
         folded = [textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False) for text in below]
-        return "\n".join([self.title, *lines, *folded]) + "\n"
+        return "\n".join([self.title, *lines, *folded, self.summary]) + "\n"
 
 
 def _wrapped(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:

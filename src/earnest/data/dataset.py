@@ -162,7 +162,7 @@ class Dataset:
         values = renamed(row.values, self.settings.columns or {})
         if self.layout is None:
             try:
-                self.layout = recognise(values)
+                self.layout = recognise(values, self.settings.columns)
             except DataError as error:
                 raise DataError(f"data: {row.place}: {error}") from None
         missing = [c for c in self.layout.columns if c not in values]

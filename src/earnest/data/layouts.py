@@ -7,6 +7,7 @@
     messages | conversations (ShareGPT)    conversations    demonstration
     instruction, input, output             alpaca           demonstration
     prompt, answer                         questions        question        (for graders)
+    prompt                                 questions        question        (for graders that need no answer)
     text                                   text             text
 
 A prompt, a completion and an answer may be a text or a list of messages. The order of roles is checked; system
@@ -21,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from earnest.data.reading import DataError
+from earnest.errors import nearest
 
 Message = Mapping[str, Any]
 Kind = Literal["pair", "judged", "demonstration", "question", "text"]
@@ -73,17 +75,21 @@ class Layout:
     read: Callable[[Mapping[str, Any]], Example]
 
 
-def recognise(columns: Iterable[str]) -> Layout:
-    """The most specific layout whose columns the row has."""
+def recognise(columns: Iterable[str], mapped: Mapping[str, str] | None = None) -> Layout:
+    """The most specific layout whose columns the row has; ``mapped`` are the names that `data.columns` gave, {ours:
+    theirs}."""
     there = set(columns)
+    for name, their in (mapped or {}).items():
+        if name not in there:
+            raise DataError(f"data.columns.{name}: there is no column {their!r}; {nearest(their, there)}")
     for layout in LAYOUTS:
         if set(layout.columns) <= there:
             return layout
     known = "; ".join(", ".join(layout.columns) for layout in LAYOUTS)
     raise DataError(
         f"the columns {', '.join(sorted(there))} are no layout that is known ({known}); name yours with data.columns, "
-        "for example data.columns={prompt: question, completion: answer} for sft, or "
-        "data.columns={prompt: question, answer: answer} and grade=exact for a reward."
+        "for example data.columns.prompt=question data.columns.completion=answer for sft, or "
+        "data.columns.prompt=question data.columns.answer=answer grade=exact for a reward."
     )
 
 
@@ -151,9 +157,9 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
 
 
 def _question(row: Mapping[str, Any]) -> Example:
-    if row["answer"] is None or row["answer"] == "":
+    if "answer" in row and row["answer"] in (None, ""):
         raise RowError("answer is empty; a grader compares with it.")
-    return Example("question", _prompt(row["prompt"]), answer=row["answer"], tools=_tools(row), row=row)
+    return Example("question", _prompt(row["prompt"]), answer=row.get("answer"), tools=_tools(row), row=row)
 
 
 def _text_only(row: Mapping[str, Any]) -> Example:
@@ -169,6 +175,7 @@ LAYOUTS = (
     Layout("alpaca", ("instruction", "output"), _alpaca),
     Layout("questions", ("prompt", "answer"), _question),
     Layout("text", ("text",), _text_only),
+    Layout("questions", ("prompt",), _question),
 )
 
 

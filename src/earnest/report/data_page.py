@@ -22,7 +22,7 @@ LISTED = 20
 """Problems, duplicates and leaks that are listed."""
 QUESTIONS = (
     "no token: an answer is for a grader, which a run needs (grade=exact, for example); to train on the answers, give "
-    "columns={prompt: …, completion: …} with the names of your columns"
+    "columns.prompt=… columns.completion=… with the names of your columns"
 )
 _BARS = " ▁▂▃▄▅▆▇█"
 

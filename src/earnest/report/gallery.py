@@ -104,6 +104,7 @@ def _side(name: str, sample: SampleRecord | None) -> Html:
     tone = "" if sample.correct is None else " right" if sample.correct else " wrong"
     word = "" if sample.correct is None else ", correct" if sample.correct else ", not correct"
     length = f" · {sample.tokens} tokens" if sample.tokens is not None else ""
+    length += ", cut off" if sample.cut_off else ""
     numbers = {"reward": sample.reward, "loss": sample.loss, "margin": sample.margin}
     reward = ", ".join(f"{name} {number(value, 3)}" for name, value in numbers.items() if value is not None)
     mark = el("span", f"{reward}{word}", class_="score" + tone) if reward or word else None

@@ -202,6 +202,8 @@ class SampleRecord(Record):
     correct: bool | None = None
     feedback: str = ""
     tokens: NonNegativeInt | None = None
+    cut_off: bool = False
+    """Whether the completion ended at the largest number of new tokens, and not by itself."""
     loss: Number = None
     """Of a held-out row of the user's file: nats per trained token of its own answer."""
     margin: Number = None

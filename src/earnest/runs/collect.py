@@ -98,6 +98,7 @@ def sample_record(
         "correct": a.grade.correct,
         "feedback": a.grade.feedback,
         "tokens": len(a.rollout.tokens),
+        "cut_off": a.rollout.finish == "length",
     }
 
 
@@ -134,24 +135,31 @@ def own_samples(
 ) -> list[dict[str, Any]]:
     """Lines of samples.jsonl: held-out rows of the user's file, each with its loss or margin (``each`` has those of
     all measured rows), the file's own answer, and a completion of its prompt. A plain text is completed from its first
-    half. Rows whose completion would not fit into the context are left out."""
+    half. A completion may be as long as the longest of the file's answers; rows whose prompt leaves no room for
+    ``sampling.max_new_tokens`` are left out."""
     data, spec, policy = setup.data, _spec(setup, HELDOUT_SEED), setup.policy
     assert data is not None, "they are samples on the user's data"
     measured = data.heldout_places(setup.config.eval.prompts)
     shown: list[tuple[int, list[dict[str, str]], str, Sequence[int]]] = []
+    context, longest = policy.positions or 2**31, spec.max_new_tokens
     for place in data.heldout_places(min(setup.config.samples.heldout, len(measured))):
         example = data.dataset.at("heldout", place)
+        rows = data.dataset.rendered(example)
         if example.prompt:
             tokens: Sequence[int] = policy.render(example.prompt, tools=example.tools or None)
             prompt = [{"role": m["role"], "content": _plain(m.get("content"))} for m in example.prompt]
             answer = _plain(example.reply[0].get("content"))
         else:
-            (row,) = data.dataset.rendered(example)
+            (row,) = rows
             tokens = row.tokens[: (len(row) + 1) // 2]
             prompt = [{"role": "text", "content": policy.decode(tokens)}]
             answer = policy.decode(row.tokens[len(tokens) :])
-        if len(tokens) + spec.max_new_tokens <= (policy.positions or 2**31):
+        if len(tokens) + spec.max_new_tokens <= context:
             shown.append((place, prompt, answer, tokens))
+            longest = max(longest, *(sum(row.trained) for row in rows))
+    if shown:
+        room = context - max(len(tokens) for *_, tokens in shown)
+        spec = replace(spec, max_new_tokens=min(longest, room))
     found = setup.sample([tokens for *_, tokens in shown], 1, spec) if shown else []
     return [
         {
@@ -164,6 +172,7 @@ def own_samples(
             "completion": policy.decode(rollout.tokens),
             "feedback": f"in the file: {answer}",
             "tokens": len(rollout.tokens),
+            "cut_off": rollout.finish == "length",
             "loss" if measure == "loss" else "margin": each[measured.index(place)],
         }
         for (place, prompt, answer, _), rollout in zip(shown, found, strict=True)

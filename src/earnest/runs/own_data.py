@@ -62,11 +62,14 @@ class OwnData:
         self.dataset = dataset
         self.kind = dataset.at("train", 0).kind
         if self.kind not in ROLES:
-            names = {"prompt": "prompt", "answer": "answer"} | (dataset.settings.columns or {})
+            row = dataset.at("train", 0).row
+            names = {"prompt": "prompt", "answer": "answer" if "answer" in row else "COLUMN"}
+            names |= dataset.settings.columns or {}
             raise DataError(
-                f"data: the rows of {self.path} are questions (prompt, answer), which no term trains on without a "
-                f"grader; to train on the answers (sft, for example), give data.columns={{prompt: {names['prompt']}, "
-                f"completion: {names['answer']}}}; to train with a reward, give grade=exact or another grader."
+                f"data: the rows of {self.path} (columns {', '.join(row)}) are questions, which no term trains on "
+                "without a grader; to train on answers (sft, for example), give "
+                f"data.columns.prompt={names['prompt']} data.columns.completion={names['answer']}; to train with a "
+                "reward, give grade=exact or another grader."
             )
 
     @classmethod

@@ -19,7 +19,7 @@ from earnest.data.reading import DataError
 from earnest.errors import ConfigError
 from earnest.settings import FieldProblem, make
 from earnest.tasks.base import Grade, Prompt, Split, TaskError
-from earnest.tasks.graders import Grader, InProcess, WeightedSum, build
+from earnest.tasks.graders import Grader, InProcess, WeightedSum, build, needs_answer
 from earnest.tasks.split import check_request, stable_rng
 
 NAME = "graded"
@@ -29,7 +29,7 @@ _NO_LIMIT = 2**31
 
 @dataclass(frozen=True)
 class Graded:
-    """Rows of ``prompt`` and ``answer`` with a grader."""
+    """Rows of ``prompt`` and, where the grader needs it, ``answer``, with a grader."""
 
     data: Dataset = field(repr=False)
     grader: Grader
@@ -102,7 +102,15 @@ def load(settings: Mapping[str, Any]) -> Graded:
         made = make(DataSettings, given)
     except FieldProblem as problem:
         raise ConfigError(f"data.{problem}") from None
-    return Graded(Dataset.load(made, _QuestionsOnly(made.train), _NO_LIMIT), grader)
+    data = Dataset.load(made, _QuestionsOnly(made.train), _NO_LIMIT)
+    row = data.at("train", 0).row
+    if "answer" not in row and needs_answer(grader):
+        raise DataError(
+            f"grade: the grader compares with an answer, and the rows of {made.train} have none (columns "
+            f"{', '.join(row)}); name it with data.columns.answer=COLUMN, or give a grader of your own "
+            "(grade=my_rewards.py:score)."
+        )
+    return Graded(data, grader)
 
 
 def on_device(grade: Any, device: str) -> Any:

@@ -43,6 +43,16 @@ class Grader(Protocol):
     def __call__(self, row: Row, completion: str) -> Grade: ...
 
 
+def needs_answer(grader: Grader) -> bool:
+    """Whether it compares with the row's answer; a user's own function may do without."""
+    if isinstance(grader, WeightedSum):
+        return any(needs_answer(part) for _, _, part in grader.parts)
+    grader = grader.grader if isinstance(grader, InProcess) else grader
+    if isinstance(grader, Regex):
+        return re.compile(grader.pattern).groups > 0
+    return isinstance(grader, Exact | Numeric | Math | Contains) or (isinstance(grader, Json) and not grader.schema)
+
+
 def as_grade(found: object) -> Grade:
     """What a user's function returned, as a ``Grade``. A number of at least 1 (or True) counts as correct."""
     if isinstance(found, Grade):

@@ -42,6 +42,9 @@ MEANING = (
 def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     low, high = clip_range(probe)
+    if not step.knobs:
+        yield LAW.not_declared("clip", 'settings={name: Setting(value, "clip")}, if the loss clips the ratio,')
+        return
     if low is None or high is None:
         yield LAW.not_applicable("clip", "no setting is a clip with a value below 1")
         return
