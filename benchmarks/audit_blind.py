@@ -1,11 +1,14 @@
 """How many defects of public issues of 2026 does the audit detect, and does it accuse unusual right steps?
 
-    python -m benchmarks.audit_blind [--out benchmarks/results/audit_blind.json] [--table]
+    python -m benchmarks.audit_blind [--strangers] [--out FILE] [--table]
 
-The cases (``tests/audit/blind2026``) were written and committed before any of them was audited, by an author who had
-read the declarations and the subjects' docstrings, and no law of steps. ``results/audit_blind_first.json`` has the
-result of the first run, before anything was changed; it is never written again. A defect counts as detected if a law
-fails on it that holds on its fix.
+The cases of ``tests/audit/blind2026`` were written by an author who had read the declarations and the subjects'
+docstrings, and no law of steps. With ``--strangers`` the cases are those of ``tests/audit/reading2026``, whose authors
+had seen nothing of the audit. Both were committed before any of them was audited.
+
+``results/audit_blind_first.json`` and ``audit_blind_strangers_first.json`` have the result of the first run, before
+anything was changed; they are never written again. A defect counts as detected if a law fails on it that holds on its
+fix.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,23 +26,25 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' own
 
 from earnest_audit import audit
-from tests.audit.blind2026 import CASES, RIGHT
+from tests.audit import blind2026, reading2026
 
 RESULTS = Path(__file__).parent / "results"
-FIRST = RESULTS / "audit_blind_first.json"
 
 
 def failures(make: Callable[[], Any]) -> list[str]:
-    """The failures of an audit, "LAW: subject" each; what could not be built or audited is one failure, "raises"."""
+    """The failures of an audit, "LAW: subject" each; what could not be built or audited is one failure, "raises". A
+    case that declares several subjects has the failures of all of them."""
     try:
-        return sorted({f"{f.law}: {f.subject}" for f in audit(make()).failures})
+        made = make()
+        things = made if isinstance(made, list) else [made]
+        return sorted({f"{f.law}: {f.subject}" for thing in things for f in audit(thing).failures})
     except Exception as error:
         return [f"raises: {type(error).__name__}: {error}"]
 
 
-def run() -> dict[str, list[dict[str, Any]]]:
+def run(cases: Sequence[Any], steps: Sequence[Any]) -> dict[str, list[dict[str, Any]]]:
     defects, right = [], []
-    for case in CASES:
+    for case in cases:
         begun = time.perf_counter()
         broken, fixed = failures(partial(case.make, True)), failures(partial(case.make, False))
         defects.append(
@@ -50,7 +55,7 @@ def run() -> dict[str, list[dict[str, Any]]]:
             }
         )  # fmt: skip
         print(case.id, defects[-1]["seen"] or "MISSED", fixed or "", file=sys.stderr, flush=True)
-    for one in RIGHT:
+    for one in steps:
         begun = time.perf_counter()
         found = failures(one.make)
         right.append(
@@ -93,14 +98,17 @@ def tables(first: dict[str, Any], now: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, default=RESULTS / "audit_blind.json")
+    parser.add_argument("--strangers", action="store_true", help="the cases whose authors had not seen the audit")
+    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers].json")
     parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
     args = parser.parse_args()
+    name, reading = ("audit_blind_strangers", reading2026) if args.strangers else ("audit_blind", blind2026)
+    out, first = args.out or RESULTS / f"{name}.json", RESULTS / f"{name}_first.json"
     if not args.table:
-        args.out.write_text(json.dumps(run(), indent=1) + "\n")
-        if not FIRST.exists():
-            FIRST.write_text(args.out.read_text())
-    tables(json.loads(FIRST.read_text()), json.loads(args.out.read_text()))
+        out.write_text(json.dumps(run(reading.CASES, reading.RIGHT), indent=1) + "\n")
+        if not first.exists():
+            first.write_text(out.read_text())
+    tables(json.loads(first.read_text()), json.loads(out.read_text()))
 
 
 if __name__ == "__main__":
