@@ -157,9 +157,10 @@ def cumulative_shuffle_resume(m: Any, fn: Callable[..., Any]) -> Thing:
 def prompt_mask_off_by_one(m: Any, fn: Callable[..., Any]) -> Thing:
     def stage(rows: list[Any]) -> dict[str, Tensor]:
         out = fn(rows)
-        return {"inputs": padded([r["inputs"] for r in out], -1), "labels": padded([r["labels"] for r in out], -100)}
+        ids = padded([r["input_ids"] for r in out], -1)
+        return {"input_ids": ids, "labels": padded([r["labels"] for r in out], -100)}
 
-    return Collator(stage, m.make(0)["rows"], pads={"inputs": -1, "labels": -100})
+    return Collator(stage, m.make(0)["rows"], pads={"input_ids": -1, "labels": -100})
 
 
 @declare("b/d15")
