@@ -18,7 +18,7 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' o
 
 from earnest_audit import audit
 from tests.audit import blind2026, reading2026
+from tests.audit.reading2026.reasons import ALARMS, MISSES
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -65,7 +66,11 @@ def run(cases: Sequence[Any], steps: Sequence[Any]) -> dict[str, list[dict[str, 
     return {"defects": defects, "right": right}
 
 
-def tables(first: dict[str, Any], now: dict[str, Any]) -> None:
+def tables(
+    first: dict[str, Any], now: dict[str, Any], missed: Mapping[str, str] = {}, accused: Mapping[str, str] = {}
+) -> None:
+    """``missed`` and ``accused``: the reason of each miss and each false alarm, a column of its own where there are
+    any."""
     families = list(Counter(d["family"] for d in first["defects"]))
     print("| family | defects | seen at first | seen now | alarms on fixes, first | now |")
     print("|---|---|---|---|---|---|")
@@ -81,19 +86,23 @@ def tables(first: dict[str, Any], now: dict[str, Any]) -> None:
         both = [[r for r in result["right"] if family in (r["family"], "all")] for result in (first, now)]
         alarms = [sum(bool(r["alarms"]) for r in rows) for rows in both]
         print(f"| {family} | {len(both[0])} | {alarms[0]} | {alarms[1]} |")
-    print("\n| not seen at first | issue | family | what the code does | seen now |\n|---|---|---|---|---|")
+    why = " why not |" if missed else ""
+    print(f"\n| not seen at first | issue | family | what the code does | seen now |{why}")
+    print(f"|---|---|---|---|---|{why and '---|'}")
     later = {d["id"]: d["seen"] for d in now["defects"]}
     for d in first["defects"]:
         if not d["seen"]:
             what = ", ".join(sorted({s.split(":")[0] for s in later[d["id"]]})) or "no"
-            print(f"| {d['id']} | {d['source']} | {d['family']} | {d['what']} | {what} |")
-    print("\n| false alarm at first | on | laws |\n|---|---|---|")
-    for d in first["defects"]:
-        if d["fixed"]:
-            print(f"| {d['id']} | the fix of {d['source']} | {'; '.join(d['fixed'])} |")
-    for r in first["right"]:
-        if r["alarms"]:
-            print(f"| {r['id']} | a right step | {'; '.join(r['alarms'])} |")
+            reason = f" {missed[d['id']]} |" if missed else ""
+            print(f"| {d['id']} | {d['source']} | {d['family']} | {d['what']} | {what} |{reason}")
+    why = " now | why |" if accused else ""
+    print(f"\n| false alarm at first | on | laws |{why}\n|---|---|---|{why and '---|---|'}")
+    left = {d["id"] for d in now["defects"] if d["fixed"]} | {r["id"] for r in now["right"] if r["alarms"]}
+    found = [(d["id"], f"the fix of {d['source']}", d["fixed"]) for d in first["defects"]]
+    for id, on, laws in (*found, *((r["id"], "a right step", r["alarms"]) for r in first["right"])):
+        if laws:
+            reason = f" {'yes' if id in left else 'no'} | {accused[id]} |" if accused else ""
+            print(f"| {id} | {on} | {'; '.join(laws)} |{reason}")
 
 
 def main() -> None:
@@ -108,7 +117,8 @@ def main() -> None:
         out.write_text(json.dumps(run(reading.CASES, reading.RIGHT), indent=1) + "\n")
         if not first.exists():
             first.write_text(out.read_text())
-    tables(json.loads(first.read_text()), json.loads(out.read_text()))
+    reasons = (MISSES, ALARMS) if args.strangers else ()
+    tables(json.loads(first.read_text()), json.loads(out.read_text()), *reasons)
 
 
 if __name__ == "__main__":
