@@ -46,6 +46,7 @@ from earnest.errors import ConfigError, EarnestError, ObjectiveError, SignalErro
 from earnest.guards import Directions, Erase, PerturbRoute, Route
 from earnest.models.sampling import SampleSpec
 from earnest.objectives import GRPO, SpectralCap
+from earnest.objectives.base import Objective
 from earnest.objectives.needs import SpectralNorm
 from earnest.signals import Batch, EMATeacher
 from tests.engines.cases import every_signal
@@ -152,6 +153,7 @@ def a_step_reports_what_one_process_reports_and_50_steps_stay_together() -> None
         equal(ours.update.update_norm, theirs.update.update_norm, 1e-3, "update")
         for label, term in theirs.terms.items():
             equal(dict(ours.terms[label].metrics), dict(term.metrics), 1e-3, label)
+    assert MESH.shard == 1 or f"base in {MESH.shard} shards, head gathered" in ours.layout
     equal(sharded.adapter.state_dict(), alone.adapter.state_dict(), 2e-3, "weights")
     assert sharded.policy.fingerprint() == alone.policy.fingerprint()
 
@@ -256,6 +258,17 @@ def guards_and_averages_do_the_same() -> None:
         equal(sharded.outer.state_dict(), alone.outer.state_dict(), 1e-4, "average")
 
 
+@check
+def a_base_in_bfloat16_has_its_gradients_summed_in_float32() -> None:
+    for settings in ({}, FULL):
+        sharded, alone, batch = pair(**settings, dtype=torch.bfloat16)
+        equal(sharded.gradients(batch, GRPO()), alone.gradients(batch, GRPO()), 5e-2, "gradient")
+        batch = batch.to(sharded.policy.device)
+        assert {g.dtype for g in sharded.own_gradients(batch, Objective.of(GRPO()))} == {torch.float32}
+        steps = [e.step(batch, GRPO()).update for e in (sharded, alone)]
+        equal(steps[0].gradient_norm, steps[1].gradient_norm, 2e-2, "norm")
+
+
 def steps_alike(sharded: LocalEngine, alone: LocalEngine, batch: Batch, count: int = 2) -> None:
     for _ in range(count):
         before = [t.clone() for t in alone.adapter.state_dict().values()]
@@ -300,11 +313,12 @@ def muon_orthogonalizes_whole_matrices() -> None:
 
 @check
 def spectral_norms_of_sharded_matrices_have_their_gradient() -> None:
-    sharded, alone, batch = pair(en.Full(), size=0.02)
-    barrier = SpectralCap(cap=1e-3)
-    equal(sharded.gradients(batch, barrier), alone.gradients(batch, barrier), 1e-4, "barrier")
-    ours, theirs = (e.scalars(batch, [SpectralNorm()])[SpectralNorm()].values for e in (sharded, alone))
-    equal(ours, theirs, 1e-4, "norms")
+    for variant in (en.Full(), en.DoRA(rank=2)):  # DoRA computes with the base's weight, which is sharded
+        sharded, alone, batch = pair(variant, size=0.02)
+        barrier = SpectralCap(cap=1e-3)
+        equal(sharded.gradients(batch, barrier), alone.gradients(batch, barrier), 1e-4, "barrier")
+        ours, theirs = (e.scalars(batch, [SpectralNorm()])[SpectralNorm()].values for e in (sharded, alone))
+        equal(ours, theirs, 1e-4, "norms")
 
 
 @check
@@ -509,7 +523,7 @@ def adapters_of_factors_have_the_gradient_of_one_process_and_others_are_refused(
             continue
         batch = every_signal(alone)
         equal(sharded.gradients(batch, GRPO()), alone.gradients(batch, GRPO()), 1e-4, name)
-        assert "split over" in sharded.step(batch, GRPO()).layout
+        assert "split over 2 ranks, head by rows" in sharded.step(batch, GRPO()).layout
         tested.add(kind)
     assert tested >= {"lora", "pissa", "vera", "delora", "antipasto"}, tested
     assert refused >= {(k, True) for k in ("full", "dora", "ia3", "oft", "road", "hra")}, refused

@@ -120,7 +120,7 @@ class Layer:
         u = u.to(self.dtype)
         if self.kind == "opaque":
             return self._without_bias(u)
-        weight = self._base("weight")
+        weight = gathered(self._base("weight"))
         return F.linear(u, weight) if self.kind == "linear" else u @ weight
 
     def weight(self) -> Float[Tensor, "m n"]:

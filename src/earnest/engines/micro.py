@@ -115,10 +115,12 @@ class Layouts:
         return parts
 
     def describe(self, parts: Sequence[Micro]) -> str:
-        """How these micro-batches are laid out: packed, or padded with the reason."""
+        """How these micro-batches are laid out: packed, or padded with the reason; and which way of the vocabulary pass
+        ran if ranks share the head or its rows."""
         why = f" ({self.packing})" if isinstance(self.packing, str) else ""
+        shared = f", base in {self.mesh.shard} shards, head gathered" if self.mesh.shard > 1 else ""
         split = "" if self.team is None else f", layers split over {self.team.count} ranks, head by rows"
-        return (f"padded{why}" if any(p.layout is None for p in parts) else "packed") + split
+        return (f"padded{why}" if any(p.layout is None for p in parts) else "packed") + shared + split
 
     def _layout(self, batch: Batch, max_tokens: int, same_rows: bool) -> list[Micro]:
         packer, padded = self.packing, cut(batch, max_tokens)

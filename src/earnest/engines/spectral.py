@@ -15,7 +15,7 @@ from torch import Tensor
 from earnest.adapters import Adapter
 from earnest.adapters.delta import Delta
 from earnest.adapters.layer import ModuleLayer
-from earnest.adapters.linalg import is_sharded
+from earnest.adapters.linalg import gathered, is_sharded
 from earnest.adapters.runtime import Slot
 from earnest.engines.trained import local, part_of, sum_of_parts
 from earnest.errors import ObjectiveError
@@ -42,8 +42,9 @@ def _norm(slot: Slot, whole: bool) -> Float[Tensor, ""]:
         if slot.variant.uses("factors") and not slot.variant.uses("weight"):
             factors = slot.variant.factors(slot.tensors, slot.layer, scale).plain()
             return factors.scale * ((u @ factors.left()) @ (factors.A.float() @ v))
-        weight, bias = slot.layer.weight(), slot.layer.bias
-        merged, _ = slot.variant.weight(slot.tensors, slot.layer, weight, None if bias is None else bias.float(), scale)
+        weight = slot.layer.weight()
+        bias = None if slot.layer.bias is None else gathered(slot.layer.bias).float()
+        merged, _ = slot.variant.weight(slot.tensors, slot.layer, weight, bias, scale)
         return u @ ((merged - weight) @ v)
 
 
