@@ -67,15 +67,17 @@ def test_dropout_of_a_hugging_face_model() -> None:
 
 
 class Master(torch.optim.Optimizer):
-    """fp32 master weights of bf16 parameters."""
+    """fp32 master weights of bf16 parameters, and a list that grows with every update."""
 
     def __init__(self, parameters: Iterator[nn.Parameter]) -> None:
         super().__init__(parameters, {"lr": 0.01})
         self.updates = 0
+        self.history: list[int] = []
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         self.updates += 1
+        self.history.append(self.updates)
         for group in self.param_groups:
             for p in group["params"]:
                 master = self.state[p].setdefault("master", p.float().clone())
@@ -95,12 +97,13 @@ def test_the_optimizer_is_restored_into_the_same_objects() -> None:
     sft_loss(model, step.batch)[0].backward()
     optimizer.step()
     optimizer.zero_grad()
-    group, master = optimizer.param_groups[0], optimizer.state[model.head.weight]["master"]
+    group, master, history = optimizer.param_groups[0], optimizer.state[model.head.weight]["master"], optimizer.history
     bits = master.clone()
     verdict = audit(on(model, optimizer=optimizer), laws=[liveness.LAW])
     assert any("changed their bits" in f.measured and f.outcome == "holds" for f in verdict.findings)
     assert optimizer.param_groups[0] is group and group["lr"] == 0.01
     assert optimizer.state[model.head.weight]["master"] is master
+    assert optimizer.history is history and history == [1]
     assert master.dtype == torch.float32 and master.equal(bits) and not bits.equal(bits.bfloat16().float())
     assert updates == optimizer.updates == 1, "neither the hook nor the optimizer has seen the audit's updates"
     assert list(optimizer._optimizer_step_post_hooks.values()) == [count]
