@@ -161,8 +161,10 @@ def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
 
 
 def first_failure(log: Path) -> str:
+    """The test in pytest's summary; other lines that begin with ERROR are of the log that a test captured."""
     lines = log.read_text(errors="replace").splitlines()
-    return next((line.split(" ", 1)[1].split(" - ")[0] for line in lines if line.startswith(("FAILED ", "ERROR "))), "")
+    named = (line for line in lines if line.startswith(("FAILED tests/", "ERROR tests/")))
+    return next((line.split(" ", 1)[1].split(" - ")[0] for line in named), "")
 
 
 def judge(package: str, each: int, room: float, copy: Path, measured: dict[str, Any], again: bool) -> None:
