@@ -110,6 +110,29 @@ def test_two_ranks_save_resume_and_end_as_one_process(tmp_path: Path, layout: li
         assert torch.allclose(a[key], b[key], rtol=1e-3, atol=1e-4 * float(b[key].abs().max())), key
 
 
+@pytest.mark.slow
+def test_a_run_of_two_ranks_continues_on_one_and_then_on_four(tmp_path: Path) -> None:
+    """The trained weights and their optimizer are in shards. Every step is that of one process, and is there once."""
+    out, one = tmp_path / "many", tmp_path / "one"
+    small = [*(w for w in SMALL if not w.startswith("steps")), *FULL[1:]]
+    for count, words in (
+        (2, ["quickstart", f"out={out}", "steps=2", *small, "engine.shard=2"]),
+        (1, [str(out), "--resume", "steps=4", "engine.shard=1"]),
+        (4, [str(out), "--resume", "steps=6", "engine.shard=4"]),
+        (1, ["quickstart", f"out={one}", "steps=6", *small]),
+    ):
+        many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)] if count > 1 else []
+        command = [sys.executable, *many, "-m", "earnest", "run", *words]
+        done = subprocess.run(command, env=settings(out), capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    ours, theirs = _last(lines(out)), _last(lines(one))
+    assert [x["step"] for x in ours] == [x["step"] for x in theirs] == [1, 2, 3, 4, 5, 6]
+    for a, b in zip(ours, theirs, strict=True):
+        assert a["reward"] == b["reward"]  # the same prompts and completions
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+    assert sorted(path.name for path in (out / "ranks").glob("*.log")) == [f"rank-{n}.log" for n in (1, 2, 3)]
+
+
 def _last(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps; a resumed run also has the evaluation at the end of the first part."""
     return [line for line in found if line["kind"] == "step"]
