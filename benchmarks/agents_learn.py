@@ -89,6 +89,8 @@ SMOLLM2: dict[str, Any] = {
 """Settings for SmolLM2, for one core. Its own chat template has no tools; nano's has the same marks of messages."""
 LENGTH = {"verifiers/alphabet_sort": 64}
 """Tokens of a turn, where the recipe's 48 are too few."""
+LR = {"verifiers/alphabet_sort": 5e-4}
+"""The learning rate of GRPO, where it is not the recipe's."""
 ENVIRONMENTS = Path(__file__).parents[1] / "experiments" / "environments"
 DEMONSTRATIONS = 256
 GRPO, SDPO, SIMPO, BARRIER = (
@@ -199,6 +201,7 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     started = time.perf_counter()
     _, recipe = recipes.read("agent")
     recipe["sampling"] |= {"max_new_tokens": LENGTH.get(task, 48)}
+    recipe["optimizer"] |= {"lr": LR.get(task, recipe["optimizer"]["lr"])}
     recipe |= SMOLLM2 if args.what == "smollm2" else {}
     recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
     recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 2}
@@ -263,8 +266,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("what", choices=["tasks", "verifiers", "channels", "smollm2"])
     parser.add_argument("--tasks", nargs="*", choices=OWN + VERIFIERS, help="default: those in the list above")
     parser.add_argument("--seeds", nargs="*", type=int, help="default: 0 to 4, 0 to 2 for SmolLM2")
-    parser.add_argument("--steps", type=int, help="default: 40, 12 for SmolLM2")
-    parser.add_argument("--prompts", type=int, help="held-out prompts, 2 conversations each (64, 32 for SmolLM2)")
+    parser.add_argument("--steps", type=int, help="default: 40, 8 for SmolLM2")
+    parser.add_argument("--prompts", type=int, help="held-out prompts, 2 conversations each (64, 24 for SmolLM2)")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/agents_learn_WHAT.json")
     parser.add_argument("--from", dest="earlier", type=Path, nargs="*", help="print the table of these JSON files")
     args = parser.parse_args(argv)
@@ -275,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     small = args.what == "smollm2"
     seeds = range(3 if small else 5) if args.seeds is None else args.seeds
-    args.steps, args.prompts = args.steps or (12 if small else 40), args.prompts or (32 if small else 64)
+    args.steps, args.prompts = args.steps or (8 if small else 40), args.prompts or (24 if small else 64)
     sys.path.insert(0, str(ENVIRONMENTS))
     place = args.json or Path(f"benchmarks/results/agents_learn_{args.what}.json")
     arms = CHANNELS if args.what == "channels" else {"GRPO": [GRPO]}
