@@ -1,14 +1,16 @@
 """An asynchronous run whose samplers are killed 100 times and whose trainer is killed 20 times, all with SIGKILL.
 
     python benchmarks/sampler_kills.py                                 print the recorded table
-    python benchmarks/sampler_kills.py --write [--samplers 100] [--trainer 20] [--steps 500]
+    python benchmarks/sampler_kills.py --write [--samplers 100] [--trainer 20] [--steps 500] [--work FOLDER]
 
 The run is `earnest run quickstart` on nano with two sampler processes, `sampler.staleness` 2 and a checkpoint at every
 step. In each session some sampler processes are killed at random moments, then the trainer; the next session is
-`earnest run RUN --resume`. At the end rollouts.jsonl must have every step once, no batch twice, none left out and no
-row older than the staleness, and `earnest run RUN --replay` must train it again bit for bit. ``--write`` writes
-benchmarks/results/sampler_kills.json. A session whose samplers died three times in a row stops by itself, as it should,
-and is resumed like the others.
+`earnest run RUN --resume`. A process is killed only after the run has recorded a step since that process started, so a
+slow machine takes longer and does not change what is tested. Every kill is a line of FOLDER/kills.jsonl; with --work an
+interrupted measurement continues from there. At the end rollouts.jsonl must have every step once, no batch twice, none
+left out and no row older than the staleness, and `earnest run RUN --replay` must train it again bit for bit.
+``--write`` writes benchmarks/results/sampler_kills.json. A session whose samplers died three times in a row stops by
+itself, as it should, and is resumed like the others.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,44 +39,77 @@ IN_A_ROW = "times in a row"
 
 
 class Killed:
-    """The run and what was killed so far."""
+    """The run and what was killed so far, which is recorded in kills.jsonl."""
 
-    def __init__(self, out: Path, given: argparse.Namespace) -> None:
-        self.out, self.given, self.random = out, given, random.Random(given.seed)
-        self.samplers = self.trainer = self.sessions = self.stopped = 0
+    def __init__(self, work: Path, given: argparse.Namespace) -> None:
+        self.out, self.given, self.record = work / "run", given, work / "kills.jsonl"
+        work.mkdir(parents=True, exist_ok=True)
+        self.kills: list[dict[str, Any]] = []
+        if self.record.exists():
+            self.kills = [json.loads(line) for line in self.record.read_text().splitlines()]
+        last = next((kill for kill in reversed(self.kills) if kill["kind"] != "sampler"), None)
+        if last is not None and last["kind"] == "began":  # the measurement was interrupted in a session
+            self._end(last["pid"])
+            self.note("interrupted")
+
+    def count(self, kind: str) -> int:
+        return sum(kill["kind"] == kind for kill in self.kills)
+
+    def note(self, kind: str, **more: int) -> None:
+        line = {"kind": kind, "session": self.count("began"), "step": steps(self.out), "time": time.time(), **more}
+        with self.record.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+        self.kills.append(line)
+
+    def _end(self, pid: int) -> None:
+        """Kill this trainer, if it runs, and wait until its samplers have ended by themselves."""
+        own = children(pid)
+        try:
+            trainer = psutil.Process(pid)
+            if str(self.out) in " ".join(trainer.cmdline()):
+                trainer.kill()
+                trainer.wait()
+        except psutil.NoSuchProcess:
+            pass
+        _, left = psutil.wait_procs(own, timeout=600)
+        assert not [p for p in left if p.status() != psutil.STATUS_ZOMBIE], f"samplers of a killed trainer run: {left}"
 
     def session(self) -> bool:
         """Start or resume the run and kill; True: the run has ended."""
-        words = ["quickstart", f"steps={self.given.steps}", f"out={self.out}", *SETTINGS]
-        log = self.out.parent / f"session-{self.sessions}.log"
+        resumes = any((self.out / "checkpoints").glob("step-*"))
+        words = [str(self.out), "--resume"] if resumes else ["quickstart", f"steps={self.given.steps}", *SETTINGS]
+        if not resumes:
+            shutil.rmtree(self.out, ignore_errors=True)
+            words.append(f"out={self.out}")
+        number = self.count("began")
+        chance = random.Random(f"{self.given.seed} {number}")
+        log = self.out.parent / f"session-{number}.log"
         with log.open("w") as file:
-            run = earnest(*(words if not self.sessions else [str(self.out), "--resume"]), log=file)
-        self.sessions += 1
-        left = self.given.samplers - self.samplers
-        sessions = self.given.trainer - self.trainer
+            run = earnest(*words, log=file)
+        self.note("began", pid=run.pid)
+        sessions = self.given.trainer - self.count("trainer")
+        left = self.given.samplers - self.count("sampler")
         wanted = 0 if not sessions else -(-left // sessions)  # the last session is not disturbed
         seen: dict[int, int] = {}  # the number of recorded steps when a sampler's process was first seen
         while run.poll() is None:
             lines = steps(self.out)
             found = [p for p in children(run.pid) if seen.setdefault(p.pid, lines) < lines]
             if wanted and found:
-                time.sleep(self.random.uniform(0.0, 0.3))
-                self.random.choice(found).kill()
-                self.samplers, wanted = self.samplers + 1, wanted - 1
+                time.sleep(chance.uniform(0.0, 0.3))
+                chance.choice(found).kill()
+                wanted -= 1
+                self.note("sampler")
             elif sessions and not wanted and any(lines > first for first in seen.values()):
-                time.sleep(self.random.uniform(0.0, 1.0))
+                time.sleep(chance.uniform(0.0, 1.0))
                 if run.poll() is None:
-                    own = children(run.pid)
-                    run.kill()
+                    self._end(run.pid)
                     run.wait()
-                    psutil.wait_procs(own, timeout=60)
-                    assert not [p for p in own if p.is_running() and p.status() != psutil.STATUS_ZOMBIE], own
-                    self.trainer += 1
+                    self.note("trainer")
                     return False
             time.sleep(0.02)
         if run.returncode:
             assert IN_A_ROW in (text := log.read_text()), text[-4000:]
-            self.stopped += 1
+            self.note("stopped")
         return run.returncode == 0
 
 
@@ -113,31 +149,38 @@ def check(out: Path, wanted: int) -> dict[str, Any]:
     return {"steps": len(lines), "rows": rows, "oldest": max(ages), "mean_age": sum(ages) / len(ages)}
 
 
-def measure(given: argparse.Namespace) -> dict[str, Any]:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory() as scratch:
-        killed = Killed(Path(scratch) / "run", given)
-        while not killed.session():
-            print(
-                f"{killed.samplers} samplers, {killed.trainer} trainers killed; {steps(killed.out)} steps", flush=True
-            )
-        assert (killed.samplers, killed.trainer) == (given.samplers, given.trainer), "the run ended first; more --steps"
-        found = check(killed.out, given.steps)
-        again = Path(scratch) / "again"
-        with (Path(scratch) / "replay.log").open("w") as log:
-            assert earnest(str(killed.out), "--replay", f"out={again}", log=log).wait() == 0, "the replay differs"
-        weights = Path("adapter") / "adapter_model.safetensors"
-        assert (again / weights).read_bytes() == (killed.out / weights).read_bytes()
+def measure(given: argparse.Namespace, work: Path) -> dict[str, Any]:
+    killed = Killed(work, given)
+    ended = killed.count("ended")
+    while not ended:
+        ended = killed.session()
+        print(
+            f"{killed.count('sampler')} samplers, {killed.count('trainer')} trainers killed; {steps(killed.out)} steps",
+            flush=True,
+        )
+        if ended:
+            killed.note("ended")
+    done = (killed.count("sampler"), killed.count("trainer"))
+    assert done == (given.samplers, given.trainer), "the run ended first; more --steps"
+    found = check(killed.out, given.steps)
+    again = work / "again"
+    shutil.rmtree(again, ignore_errors=True)
+    with (work / "replay.log").open("w") as log:
+        assert earnest(str(killed.out), "--replay", f"out={again}", log=log).wait() == 0, "the replay differs"
+    weights = Path("adapter") / "adapter_model.safetensors"
+    assert (again / weights).read_bytes() == (killed.out / weights).read_bytes()
     return {
-        "samplers_killed": killed.samplers,
-        "trainer_killed": killed.trainer,
-        "sessions": killed.sessions,
-        "stopped": killed.stopped,
+        "samplers_killed": killed.count("sampler"),
+        "trainer_killed": killed.count("trainer"),
+        "sessions": killed.count("began"),
+        "stopped": killed.count("stopped"),
+        "interrupted": killed.count("interrupted"),
         "staleness": STALENESS,
         **found,
         "replays": True,
-        "seconds": time.monotonic() - began,
+        "seconds": time.time() - killed.kills[0]["time"],
         "seed": given.seed,
+        "kills": [[k["session"], k["kind"], k["step"]] for k in killed.kills if k["kind"] in ("sampler", "trainer")],
     }
 
 
@@ -149,9 +192,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--work", type=Path, help="the folder of the run; default: a temporary one")
     given = parser.parse_args()
     if given.write:
-        given.out.write_text(json.dumps(measure(given), indent=1) + "\n")
+        with tempfile.TemporaryDirectory() as scratch:
+            made = measure(given, given.work or Path(scratch) / "work")
+        given.out.write_text(json.dumps(made) + "\n")
     found = json.loads(given.out.read_text())
     print("| samplers killed | trainers killed | steps | rows trained | trained twice | lost | oldest row | replay |")
     print("|---|---|---|---|---|---|---|---|")
