@@ -1,7 +1,7 @@
 """An asynchronous run whose samplers are killed 100 times and whose trainer is killed 20 times, all with SIGKILL.
 
     python benchmarks/sampler_kills.py                                 print the recorded table
-    python benchmarks/sampler_kills.py --write [--samplers 100] [--trainer 20] [--steps 500] [--work FOLDER]
+    python benchmarks/sampler_kills.py --write [--samplers 100] [--trainer 20] [--steps 200] [--work FOLDER]
 
 The run is `earnest run quickstart` on nano with two sampler processes, `sampler.staleness` 2 and a checkpoint at every
 step. In each session some sampler processes are killed at random moments, then the trainer; the next session is
@@ -106,7 +106,7 @@ class Killed:
                     run.wait()
                     self.note("trainer")
                     return False
-            time.sleep(0.02)
+            time.sleep(0.1)
         if run.returncode:
             assert IN_A_ROW in (text := log.read_text()), text[-4000:]
             self.note("stopped")
@@ -189,7 +189,7 @@ def main() -> None:
     parser.add_argument("--write", action="store_true")
     parser.add_argument("--samplers", type=int, default=100)
     parser.add_argument("--trainer", type=int, default=20)
-    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--work", type=Path, help="the folder of the run; default: a temporary one")
