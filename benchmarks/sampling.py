@@ -5,9 +5,11 @@
 
 1, 8 and 32 rows (1 × 1, 1 × 8 and 4 × 8 completions of 32 tokens), float32 on a CPU; no token ends a completion, so
 every side computes the same number of tokens. All sides return the log-probs of what they sampled. The products are
-those of every linear layer and of the head at that number of rows, 32 times, and nothing else: no prompt, no attention,
-no choice of a token. The sides in this process take turns, and the median over the repeats counts. vLLM runs in its own
-environment (`make vllm`) afterwards, with the same number of threads; without the environment it is left out.
+those that every side needs, and nothing else: the linear layers for the prompts (what all prompts begin with once) and
+for 31 of the 32 tokens of each row, and the head for each token; no attention, no choice of a token. ``packed`` are the
+same products with packed weights (``earnest.models.packed``), the packing included. The sides in this process take
+turns, and the median over the repeats counts. vLLM runs in its own environment (`make vllm`) afterwards, with the same
+number of threads; without the environment it is left out.
 """
 
 from __future__ import annotations
@@ -68,22 +70,35 @@ def generate(policy: Policy, prompts: list[list[int]], n: int) -> None:
 
 
 def products(policy: Policy, prompts: list[list[int]], n: int) -> None:
+    """The matrix products without which no side can sample."""
     import torch
     from torch import nn
 
-    rows = len(prompts) * n
-    weights = [m.weight for m in policy.model.modules() if isinstance(m, nn.Linear)]
-    inputs = {w.shape[1]: torch.ones(rows, w.shape[1]) for w in weights}
+    rows, first, last = len(prompts) * n, min(prompts), max(prompts)  # what these two share, all share
+    common = next((i for i, (a, b) in enumerate(zip(first, last, strict=False)) if a != b), len(first))
+    read = common + sum(len(p) - common for p in prompts)
+    head = policy.head.module
+    body = [m for m in policy.model.modules() if isinstance(m, nn.Linear) and m is not head]
     with torch.no_grad():
-        for _ in range(NEW):
-            for weight in weights:
-                nn.functional.linear(inputs[weight.shape[1]], weight)
+        for tokens in [read] + [rows] * (NEW - 1):
+            inputs = {m.in_features: torch.ones(tokens, m.in_features) for m in body}
+            for module in body:
+                module(inputs[module.in_features])
+            policy.head.logits(torch.ones(rows, policy.head.width))
+
+
+def packed(policy: Policy, prompts: list[list[int]], n: int) -> None:
+    from earnest.models.packed import PackedWeights
+
+    with PackedWeights(policy):
+        products(policy, prompts, n)
 
 
 SIDES: dict[str, Callable[[Policy, list[list[int]], int], None]] = {
     "earnest": earnest,
     "generate": generate,
     "products": products,
+    "packed": packed,
 }
 
 
@@ -160,15 +175,15 @@ def main() -> None:
 def table(made: dict[str, Any]) -> str:
     """The recorded speeds in markdown."""
     lines = [
-        "| model | rows | earnest, tokens/s | `generate` | vLLM | products alone | products ÷ earnest |",
-        "|---|---|---|---|---|---|---|",
+        "| model | rows | earnest, tokens/s | `generate` | vLLM | products | packed products | products ÷ earnest |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for line in made["results"]:
         found = line["tokens_per_second"]
-        other = f"{found['vllm']:.0f}" if "vllm" in found else "-"
+        other, packs = (f"{found[side]:.0f}" if side in found else "-" for side in ("vllm", "packed"))
         lines.append(
             f"| {line['model']} | {line['rows']} | {found['earnest']:.0f} | {found['generate']:.0f} | {other} | "
-            f"{found['products']:.0f} | {found['products'] / found['earnest']:.2f} |"
+            f"{found['products']:.0f} | {packs} | {found['products'] / found['earnest']:.2f} |"
         )
     return "\n".join(lines)
 

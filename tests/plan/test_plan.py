@@ -230,6 +230,20 @@ def test_a_teachers_states_are_part_of_the_vocabularys_memory() -> None:
     assert taught - plain == tokens * width + tokens * row, "their states, and one more block of logits"
 
 
+def test_packed_weights_are_part_of_the_memory_of_sampling_on_a_cpu() -> None:
+    """In float32, for completions that are long enough to pay for them."""
+    wide = AutoConfig.for_model(**(small(1).to_dict() | {"intermediate_size": 4096}))
+    for dtype, kind, completion, layers in (
+        (torch.float32, "cpu", 32, 3),
+        (torch.float32, "cpu", 8, 0),
+        (torch.float32, "gpu", 32, 0),
+        (torch.bfloat16, "cpu", 32, 0),
+    ):
+        work = Workload(groups=4, group=2, prompt=8, completion=completion)
+        found = memory(Shape(wide, dtype, config().adapter), config(), work, Device(kind, 10**9))
+        assert found.moments["sample"].get("packed weights", 0) == layers * 4 * 64 * 4096
+
+
 def test_the_command_passes_on_what_it_is_given(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -20,6 +21,7 @@ from torch import Tensor
 
 from earnest.errors import SamplingError
 from earnest.models.cache import Cached, CacheKind, Prefix, Sequences, join, reuse, start, trim
+from earnest.models.packed import PACKED_FROM, PackedWeights
 from earnest.models.policy import Policy
 from earnest.models.sampling import Completion, SampleRow, SampleSpec, evaluating, pick, uniforms
 
@@ -167,6 +169,7 @@ class SlotSampler:
         self._from_prefixes = self.kind == "buffered" and policy.can_resume
         self._resume = resume and self._from_prefixes
         self._prefixes: dict[tuple[int, int], Prefix] = {}
+        self._packed: PackedWeights | None = None
 
     def __len__(self) -> int:
         """Rows that wait or are being decoded."""
@@ -182,10 +185,13 @@ class SlotSampler:
 
     def step(self) -> Finished:
         """Decode one more token of every row; returns the rows that end with it."""
-        self._admit()
+        if self._packed is None and len(self) > 1 and self.spec.max_new_tokens >= PACKED_FROM:
+            self._packed = PackedWeights(self.policy)
         finished: Finished = []
-        for group in list(self._groups):
-            finished += self._advance(group)
+        with self._packed or nullcontext():
+            self._admit()
+            for group in list(self._groups):
+                finished += self._advance(group)
         self._alive -= len(finished)
         return finished
 

@@ -1,7 +1,7 @@
 """The bytes of one device, part by part, in the three phases (moments) of a step that need the most memory.
 
     train    weights, adapter, gradients, optimizer; activations, the vocabulary pass, temporary tensors
-    sample   weights, adapter, optimizer; merged weights, keys and values, logits of the next tokens
+    sample   weights, adapter, optimizer; merged and packed weights, keys and values, logits of the next tokens
     update   weights, adapter, optimizer; gradients and a copy of the parameters
 
 The parts of a moment add up to its peak.
@@ -21,6 +21,7 @@ from earnest.engines.vocabulary.fused import BUDGET_BYTES
 from earnest.engines.vocabulary.sweep import CHUNK_BYTES
 from earnest.engines.vocabulary.tiled import ACCELERATOR_TILE_BYTES, ROWS, TILE_BYTES
 from earnest.models.cache import FIRST_ROOM
+from earnest.models.packed import PACKED_FROM, packable
 from earnest.models.slots import CHOOSE_ELEMENTS
 from earnest.objectives.base import Objective
 from earnest.objectives.trust import EntropyBonus
@@ -103,7 +104,7 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
         "update": always | {"gradients": own, "copy of the parameters": own},
     }
     if work.samples_here:
-        moments["sample"] = always | _sampling(shape, config, work, base + cut)
+        moments["sample"] = always | _sampling(shape, config, work, device, base + cut)
     moments = {m: {part: size for part, size in parts.items() if size} for m, parts in moments.items()}
     return Memory(moments, tuple(layout.largest), layout.packed)
 
@@ -128,7 +129,7 @@ def vocabulary_bytes(shape: Shape, objective: Objective, tokens: int, device: De
     return (1 + max(1, sources)) * by_hidden + states + blocks * rows * row
 
 
-def _sampling(shape: Shape, config: RunConfig, work: Workload, base: int) -> dict[str, int]:
+def _sampling(shape: Shape, config: RunConfig, work: Workload, device: Device, base: int) -> dict[str, int]:
     rows, prompts = work.sampled(SLOTS, config.engine.ranks)
     # A row's buffer has room for the prompt and FIRST_ROOM tokens, and doubles when it is full.
     room = first = work.prompt + min(work.completion, FIRST_ROOM)
@@ -140,11 +141,14 @@ def _sampling(shape: Shape, config: RunConfig, work: Workload, base: int) -> dic
     merge = config.engine.shard == 1 and shape.adapter.merging_exact and shape.adapter.mergeable
     merge = merge and shape.adapter.merging_pays(rows * work.completion)
     merged = sum(bytes_of(list(slot.layer.own().values())) for slot in shape.adapter.slots.values()) if merge else 0
+    packs = device.kind == "cpu" and rows > 1 and work.completion >= PACKED_FROM
+    packed = sum(4 * m.in_features * m.out_features for m in packable(shape.policy.model)) if packs else 0
     first_pass = shape.trace_forward(PassSize(prompts, work.prompt)).peak
     elements = min(rows * shape.vocabulary, CHOOSE_ELEMENTS)
     return {
         "gathered weights": base if config.engine.shard > 1 else 0,
         "merged weights": merged,
+        "packed weights": packed,
         "KV cache": cache * room + (cache // layers) * (columns - room),
         "logits": max(elements * (4 + 4 + 8), first_pass),
     }
