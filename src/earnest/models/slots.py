@@ -25,7 +25,8 @@ from earnest.models.packed import PACKED_FROM, PackedWeights
 from earnest.models.policy import Policy
 from earnest.models.sampling import Completion, SampleRow, SampleSpec, evaluating, pick, uniforms
 
-CHOOSE_ELEMENTS = 1 << 23  # logits that are normalised in one piece
+CHOOSE_ELEMENTS = 1 << 23  # logits that are computed in one piece
+_PIECE = 1 << 18  # logits that a CPU normalises in one piece: its temporary tensors stay in the cache
 _KEPT_BYTES = 1 << 29  # keys and values of conversations that wait; those of others are computed again
 _SHARED = 64  # tokens that a common beginning must save; a forward pass for fewer costs more than it saves
 _TRIM_EVERY = 32  # steps between two looks for columns that are padding in every row
@@ -326,8 +327,13 @@ def _choose(
     policy: Policy, hidden: Float[Tensor, "R d"], u: Float[Tensor, " R"], spec: SampleSpec
 ) -> tuple[Int[Tensor, " R"], Float[Tensor, " R"]]:
     """The next token of each row and its log-prob, in parts of the rows, so that [R, V] stays small."""
-    size = max(1, CHOOSE_ELEMENTS // policy.head.weight.shape[0])
-    parts = [pick(policy.head.logits(h), v, spec) for h, v in zip(hidden.split(size), u.split(size), strict=True)]
+    vocabulary = policy.head.weight.shape[0]
+    size = max(1, CHOOSE_ELEMENTS // vocabulary)
+    piece = max(1, _PIECE // vocabulary) if hidden.device.type == "cpu" else size
+    parts = []
+    for h, v in zip(hidden.split(size), u.split(size), strict=True):
+        logits = policy.head.logits(h)
+        parts += [pick(z, w, spec) for z, w in zip(logits.split(piece), v.split(piece), strict=True)]
     token, logprob = (torch.cat(column) for column in zip(*parts, strict=True)) if len(parts) > 1 else parts[0]
     if not bool(logprob.isfinite().all()):
         raise SamplingError(
