@@ -180,9 +180,11 @@ def add_masked_row(step: Step) -> Batch:
 
 
 def _ignored(step: Step) -> dict[str, int]:
-    """Mask and labels of the batch, with the value that takes a place out of the loss."""
+    """Masks and labels of the batch, with the value that takes a place out of the loss."""
     values = {"mask": 0, "labels": step.ignore_index}
-    return {step.roles[role]: value for role, value in values.items() if role in step.roles}
+    return {step.roles[role]: value for role, value in values.items() if role in step.roles} | dict.fromkeys(
+        step.masks, 0
+    )
 
 
 def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None) -> Batch:

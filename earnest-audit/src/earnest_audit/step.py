@@ -115,6 +115,8 @@ class Step:
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
     ``wide``       the keys of the tensors that are padded with the rows; by default all that have their width, which
                    the verdict lists as a guess where some of them have no role
+    ``masks``      the keys of further masks, which are 1 where another term of the loss is taken (a likelihood of a
+                   tool's tokens beside a policy gradient)
     ``reduction``  "mean" or "sum": how the loss adds up its rows, where that is known; then law SE checks it
     ``ignore_index`` the label of places that are not supervised: -100, in some libraries -1
     ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
@@ -158,6 +160,7 @@ class Step:
     value_is_loss: bool | None = None
     reduction: Reduction | None = None
     wide: Sequence[str] | None = None
+    masks: Sequence[str] = ()
     ignore_index: int = -100
     switches: Sequence[str] = ()
     rows_interact: bool = False
@@ -210,9 +213,11 @@ class Step:
                 raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
         if self.family is not None and self.family not in get_args(Family):
             raise StepError(f"unknown family {self.family!r}: {nearest(self.family, get_args(Family))}")
-        for key in self.wide or ():
-            if key not in self.batch:
-                raise StepError(f"wide names {key!r}, which the batch does not have: {nearest(key, self.batch)}")
+        for field_name, keys in (("wide", self.wide or ()), ("masks", self.masks)):
+            for key in keys:
+                if key not in self.batch:
+                    known = nearest(key, self.batch)
+                    raise StepError(f"{field_name} names {key!r}, which the batch does not have: {known}")
         if self.reduction is not None and self.reduction not in get_args(Reduction):
             raise StepError(f"unknown reduction {self.reduction!r}: {nearest(self.reduction, get_args(Reduction))}")
         if not self.trainable():

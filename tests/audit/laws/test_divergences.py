@@ -151,3 +151,14 @@ def test_forward_and_reverse_are_told_apart(turned: bool, dtype: torch.dtype) ->
     step = step_of(loss, options={"side": ("forward_kl", "reverse_kl")}, knobs={"temperature": 1.5}, dtype=dtype)
     (row,) = audit(step, laws=[kl_direction.LAW]).findings
     assert row.outcome == ("fails" if turned else "holds"), row.measured
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_divergence_that_is_one_term_with_a_weight_is_judged_by_it(wrong: bool) -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any], coef: float) -> Tensor:
+        student, teacher = both(model, batch)
+        gap = teacher - (student.mul(2).log_softmax(-1) if wrong else student)
+        return coef * mean((teacher.exp() * gap).sum(-1), batch)
+
+    found = judged(step_of(loss, knobs={"coef": 1.0}, switches=("coef",)))
+    assert found[IDENTICAL] == ("fails" if wrong else "holds") and found["different distributions"] == "holds"

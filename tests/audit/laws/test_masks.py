@@ -287,3 +287,21 @@ def test_a_mask_of_tokens_beside_a_teacher_as_wide(dtype: torch.dtype) -> None:
     step.student = lambda m, b: m(b["ids"], b["attention"])
     verdict = audit(step)
     assert verdict.holds, str(verdict)
+
+
+def test_a_term_with_a_mask_of_its_own_declares_it() -> None:
+    """A likelihood of a tool's tokens beside the policy gradient."""
+    model = Tiny()
+    batch = policy_batch(model)
+    batch["tool"] = 1 - batch["mask"]
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        now = logprobs(model, batch)
+        surrogate = clipped((now - batch["old"]).exp(), batch["advantages"][:, None]) * batch["mask"]
+        return surrogate.sum() / batch["mask"].sum() - 0.1 * (now * batch["tool"]).sum() / batch["tool"].sum()
+
+    given: Any = {"model": model, "loss": loss, "batch": batch, "roles": {**ROLES, "advantages": "advantages"}}
+    assert outcomes(Step(**given, masks=("tool",)))[masks.MASKED] == "holds"
+    assert outcomes(Step(**given))[masks.MASKED] == "fails"
+    with pytest.raises(StepError, match="masks names 'tools'"):
+        Step(**given, masks=("tools",))

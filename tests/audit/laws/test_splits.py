@@ -319,3 +319,20 @@ def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() 
 
     step = _unreferred(loss, knobs={"lam": 0.3}, terms={"odds": "lam"})
     assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"
+
+
+@pytest.mark.parametrize("twice", [False, True])
+def test_one_packed_row_is_doubled_where_its_reduction_is_declared(twice: bool) -> None:
+    """unsloth-zoo #1066: boundaries are subtracted from a count that does not have them."""
+    step = sft_step()
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        logits, labels = model(batch["ids"])[:, :-1], batch["labels"][:, 1:]
+        total = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100, reduction="sum")
+        return total / ((labels != -100).sum() - (2 if twice else 0))
+
+    one = {k: v[:1] for k, v in step.batch.items() if k in ("ids", "labels")}
+    roles = {"ids": "ids", "labels": "labels"}
+    found = outcomes(Step(model=step.model, loss=loss, batch=one, roles=roles, reduction="mean"))
+    assert found["every row twice"] == ("fails" if twice else "holds")
+    assert "every row twice" not in outcomes(Step(model=step.model, loss=loss, batch=one, roles=roles))

@@ -5,7 +5,8 @@ Each reader wrote twenty defects beside their fixes (``dNN``) and twenty right b
 knows the audit's interface declared each case from its INPUTS, SETTINGS, NOTES and signature, the same way for the
 broken and for the right version. A declaration only brings a case into the form of the subject: document boundaries
 become the document of each token, dicts of ranks become rows. It states what the case's words state and compares
-nothing with values that the case does not have.
+nothing with values that the case does not have. After the record of the first run, fields that were added to the
+subjects were declared too, where the case's words state them; the history of this folder has the first declarations.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest_audit import Step, Subject
+from earnest_audit import Ranks, Step, Subject
 
 Thing = Step | Subject
 Declare = Callable[[Any, Callable[..., Any]], Thing | Sequence[Thing]]
@@ -112,6 +113,19 @@ def padded(rows: Sequence[Sequence[float]], pad: float) -> Tensor:
     """Lists of unequal length as one tensor."""
     width = max((len(r) for r in rows), default=0)
     return torch.tensor([[*r, *[pad] * (width - len(r))] for r in rows])
+
+
+def twinned(
+    fn: Callable[..., float],
+    single: Callable[..., float],
+    ranks: Callable[[list[Tensor]], list[Any]],
+    rows: Tensor,
+    by_rank: bool = False,
+) -> Ranks:
+    """A metric over ranks beside the reader's own computation in one process."""
+    return Ranks(
+        metric=lambda shards: fn(ranks(shards)), rows=rows, single=lambda shards: single(ranks(shards)), by_rank=by_rank
+    )
 
 
 def whole(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:

@@ -98,6 +98,7 @@ def observation_prediction_loss(m: Any, fn: Callable[..., Any]) -> Thing:
         model=model, loss=fn, batch=batch,
         roles={"ids": "ids", "mask": "action_mask", "advantages": "advantages"},
         settings={"observation_weight": Setting(0.1, "weight")}, logprobs=plain_logps, reduction="mean",
+        masks=("observation_mask",),
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from earnest_audit import (
     Schedule,
     Update,
 )  # fmt: skip
-from tests.audit.reading2026.base import Thing, declare, no_subject, padded, whole
+from tests.audit.reading2026.base import Thing, declare, no_subject, padded, twinned, whole
 
 
 @declare("a/d02")
@@ -36,16 +36,40 @@ def overflow_requeued_as_rows(m: Any, fn: Callable[..., Any]) -> Thing:
         out = fn(rows)
         return {k: padded([r[k] for r in out], -1) for k in ("ids", "seq_lengths")}
 
-    return Collator(stage, m.make(0)["rows"], rows=False)
+    def unpack(batch: Any) -> list[dict[str, Tensor]]:
+        cuts = [[n for n in lengths if n > 0] for lengths in batch["seq_lengths"].tolist()]
+        return [{"ids": d} for row, n in zip(batch["ids"], cuts, strict=True) for d in row[: sum(n)].split(n)]
+
+    return Collator(stage, m.make(0)["rows"], rows=False, unpack=unpack)
 
 
 @declare("a/d06")
-def mrope_positions_over_whole_pack(m: Any, fn: Callable[..., Any]) -> Thing:
+def mrope_positions_over_whole_pack(m: Any, fn: Callable[..., Any]) -> list[Thing]:
     def collate(rows: list[Any]) -> dict[str, Tensor]:
         out = fn(rows)
         return {**out, "position_ids": out["position_ids"].permute(1, 2, 0)}  # [rows, time, 3]
 
-    return Collator(collate, m.make(0)["rows"], pads={"ids": 0, "attention_mask": 0, "position_ids": 0})
+    def pack(samples: list[Any]) -> dict[str, Tensor]:
+        row = {
+            "ids": [i for s in samples for i in s["ids"]], "seq_lengths": [len(s["ids"]) for s in samples],
+            "grids": [s["grids"] for s in samples],
+        }  # fmt: skip
+        return collate([row])
+
+    def unpack(batch: Any) -> list[dict[str, Tensor]]:
+        index = batch["attention_mask"][0]
+        return [{k: batch[k][0, index == s] for k in ("ids", "position_ids")} for s in index[index > 0].unique()]
+
+    rows = m.make(0)["rows"]
+    samples = [
+        {"ids": part.tolist(), "grids": grids}
+        for row in rows
+        for part, grids in zip(torch.tensor(row["ids"]).split(row["seq_lengths"]), row["grids"], strict=True)
+    ]
+    return [
+        Collator(collate, rows, pads={"ids": 0, "attention_mask": 0, "position_ids": 0}),
+        Collator(pack, samples, rows=False, unpack=unpack),
+    ]
 
 
 @declare("a/d08")
@@ -98,13 +122,14 @@ def progress_counts_micro_batches(m: Any, fn: Callable[..., Any]) -> Thing:
 def rate_from_local_progress(m: Any, fn: Callable[..., Any]) -> Thing:
     consumed = m.make(0)["consumed"]
 
-    def rates(total: int, ranks: int, share: float = 400, warmdown: float = 0.5) -> list[list[float]]:
-        return [[fn(k, r, consumed, share=share, warmdown=warmdown) for r in range(ranks)] for k in range(total)]
+    def rates(total: int, ranks: int, share: float = 400, warmdown: float = 0.5, rank: int = 0) -> list[float]:
+        return [fn(k, rank, consumed, share=share, warmdown=warmdown) for k in range(total)]
 
     furthest = max(track[-1] for track in consumed) / 400
     return Schedule(
-        rates, peak=1.0, final=1 - (furthest - 0.5) / 0.5, total=40, settings={"share": 400.0, "warmdown": 0.5}
-    )
+        rates, peak=1.0, final=1 - (furthest - 0.5) / 0.5, total=40, settings={"share": 400.0, "warmdown": 0.5},
+        of_rank=lambda total, rank: rates(total, 4, rank=rank),
+    )  # fmt: skip
 
 
 @declare("a/d13")
@@ -112,7 +137,7 @@ def history_eos_still_trained(m: Any, fn: Callable[..., Any]) -> Thing:
     def prompt(messages: list[Any]) -> Any:
         return fn([*messages, {"role": "assistant", "content": ""}])[0][:-1]  # without the end of the empty answer
 
-    return ChatTemplate(fn, prompt, m.make(0)["messages"], end=2)
+    return ChatTemplate(fn, prompt, m.make(0)["messages"], end=2, trained=(5,))  # the last answer only
 
 
 class Loop:
@@ -153,31 +178,27 @@ def resumed_loader_back_to_epoch_zero(m: Any, fn: Callable[..., Any]) -> Thing:
 @declare("a/d15")
 def mean_of_rank_means(m: Any, fn: Callable[..., Any]) -> Thing:
     rows = whole(m.make(0)["per_rank"])
-    return Ranks(
-        metric=lambda shards: fn([{"kl": s[:, 0], "mask": s[:, 1]} for s in shards]),
-        rows=torch.stack([rows["kl"], rows["mask"]], 1),
-    )
+    return twinned(
+        fn, m.single, lambda shards: [{"kl": s[:, 0], "mask": s[:, 1]} for s in shards],
+        torch.stack([rows["kl"], rows["mask"]], 1),
+    )  # fmt: skip
 
 
 @declare("a/d16")
 def tokens_counted_per_tensor_parallel_rank(m: Any, fn: Callable[..., Any]) -> Thing:
     rows = whole(m.make(0)["per_rank"][::2])["attention_mask"]
-    return Ranks(metric=lambda shards: fn([{"attention_mask": s} for s in shards for _ in range(2)]), rows=rows)
+    return twinned(fn, m.single, lambda shards: [{"attention_mask": s} for s in shards for _ in range(2)], rows)
 
 
 @declare("a/d17")
 def entropy_over_other_tokens_than_the_loss(m: Any, fn: Callable[..., Any]) -> Thing:
     rows = whole(m.make(0)["per_rank"])
 
-    def metric(shards: list[Tensor]) -> float:
-        return fn(
-            [{"logits": s[..., 2:], "labels": s[..., 0].long(), "attention_mask": s[..., 1].long()} for s in shards]
-        )
+    def ranks(shards: list[Tensor]) -> list[Any]:
+        return [{"logits": s[..., 2:], "labels": s[..., 0].long(), "attention_mask": s[..., 1].long()} for s in shards]
 
-    return Ranks(
-        metric=metric,
-        rows=torch.cat([rows["labels"][..., None].float(), rows["attention_mask"][..., None], rows["logits"]], -1),
-    )
+    stacked = torch.cat([rows["labels"][..., None].float(), rows["attention_mask"][..., None], rows["logits"]], -1)
+    return twinned(fn, m.single, ranks, stacked)
 
 
 @declare("a/d20")
@@ -254,7 +275,9 @@ def rate_by_tokens_with_batch_ramp(m: Any, fn: Callable[..., Any]) -> Thing:
 
 @declare("a/r13")
 def demonstration_turns_not_trained(m: Any, fn: Callable[..., Any]) -> Thing:
-    return ChatTemplate(fn, lambda messages: [*fn(messages)[0], 4], m.make(0)["messages"], end=2)
+    talk = m.make(0)["messages"]
+    trained = [i for i, message in enumerate(talk) if message.get("train")]
+    return ChatTemplate(fn, lambda messages: [*fn(messages)[0], 4], talk, end=2, trained=trained)
 
 
 @declare("a/r14")
@@ -279,14 +302,16 @@ def mismatched_completions_for_kl(m: Any, fn: Callable[..., Any]) -> Thing:
 @declare("a/r16")
 def pooled_variance_over_ranks(m: Any, fn: Callable[..., Any]) -> Thing:
     rows = torch.cat([r["rewards"] for r in m.make(0)["per_rank"]])
-    return Ranks(metric=lambda shards: fn([{"rewards": s} for s in shards]), rows=rows)
+    return twinned(fn, m.single, lambda shards: [{"rewards": s} for s in shards], rows)
 
 
 @declare("a/r17")
 def bits_per_byte(m: Any, fn: Callable[..., Any]) -> Thing:
     given = m.make(0)
     rows = whole(given["per_rank"])
-    return Ranks(
-        metric=lambda shards: fn([{"nll": s[:, 0], "targets": s[:, 1].long()} for s in shards], given["token_bytes"]),
-        rows=torch.stack([rows["nll"], rows["targets"].float()], 1),
-    )
+    sizes = given["token_bytes"]
+    return twinned(
+        lambda ranks: fn(ranks, sizes), lambda ranks: m.single(ranks, sizes),
+        lambda shards: [{"nll": s[:, 0], "targets": s[:, 1].long()} for s in shards],
+        torch.stack([rows["nll"], rows["targets"].float()], 1),
+    )  # fmt: skip

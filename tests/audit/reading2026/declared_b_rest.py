@@ -21,19 +21,23 @@ from earnest_audit import (
     Schedule,
     Update,
 )  # fmt: skip
-from tests.audit.reading2026.base import Thing, declare, no_subject, padded, whole
+from tests.audit.reading2026.base import Thing, declare, no_subject, padded, twinned, whole
 
 
 @declare("b/d01")
 def stepwise_broadcast_last_mask(m: Any, fn: Callable[..., Any]) -> Thing:
     given = m.make(0)
     last, mask = given["is_last_step"], given["response_mask"]
-    trajectory = torch.cat([torch.tensor([0]), last.long().cumsum(0)[:-1]])  # of each row
+    own = torch.cat([torch.tensor([0]), last.long().cumsum(0)[:-1]])  # the trajectory of each row
+    steps = [(last[own == k], mask[own == k]) for k in range(6)]
 
     def advantages(rewards: Tensor, groups: Tensor) -> Tensor:
-        out = fn(torch.where(last, rewards[trajectory], 0.0), groups[trajectory], mask, last)
-        rows = [trajectory == k for k in range(len(rewards))]
-        return torch.stack([(out[r] * mask[r]).sum() / mask[r].sum() for r in rows])  # one scalar per trajectory
+        each = [steps[k % 6] for k in range(len(rewards))]  # as many trajectories as there are rewards
+        ends, shown = torch.cat([e for e, _ in each]), torch.cat([s for _, s in each])
+        row = torch.tensor([k for k, (e, _) in enumerate(each) for _ in e])
+        out = fn(torch.where(ends, rewards[row], 0.0), groups[row], shown, ends)
+        rows = [row == k for k in range(len(rewards))]
+        return torch.stack([(out[r] * shown[r]).sum() / shown[r].sum() for r in rows])  # one scalar per trajectory
 
     return AdvantageEstimator(advantages, scale="free", groups=2, size=3)
 
@@ -64,7 +68,13 @@ def interleave_first_prefix(m: Any, fn: Callable[..., Any]) -> Thing:
 
 @declare("b/d06")
 def document_ids_from_absent_eos(m: Any, fn: Callable[..., Any]) -> Thing:
-    return Collator(fn, m.make(0)["rows"], rows=False)
+    def unpack(batch: Any) -> list[dict[str, Tensor]]:
+        found = {k: torch.as_tensor(batch[k]).flatten() for k in ("input_ids", "labels", "positions", "document_ids")}
+        documents = found.pop("document_ids")
+        each = [documents == d for d in documents.unique()]
+        return [{k: v[on] for k, v in found.items()} for on in each]
+
+    return Collator(fn, m.make(0)["rows"], rows=False, unpack=unpack)
 
 
 def spread_over(m: Any, fn: Callable[..., Any]) -> list[Thing]:
@@ -160,7 +170,8 @@ def prompt_mask_off_by_one(m: Any, fn: Callable[..., Any]) -> Thing:
         ids = padded([r["input_ids"] for r in out], -1)
         return {"input_ids": ids, "labels": padded([r["labels"] for r in out], -100)}
 
-    return Collator(stage, m.make(0)["rows"], pads={"input_ids": -1, "labels": -100})
+    pads = {"input_ids": -1, "labels": -100}
+    return Collator(stage, m.make(0)["rows"], pads=pads, targets=lambda row: row["tokens"][row["prompt_len"] :])
 
 
 @declare("b/d15")
@@ -172,16 +183,25 @@ def filter_on_shaped_reward(m: Any, fn: Callable[..., Any]) -> Thing:
     return Collator(stage, m.make(0)["rows"], rows=False)
 
 
-no_subject("b/d16", "a maximum over ranks of their own averages depends on the cut by its definition")
+@declare("b/d16")
+def cp_max_loss_denominator(m: Any, fn: Callable[..., Any]) -> Thing:
+    def ranks(shards: list[Tensor]) -> list[Any]:
+        own = [{"nll": s[:, 0], "labels": s[:, 1].long()} for s in shards]
+        before = sum(int((r["labels"] != m.IGNORE).sum()) for r in own)  # the count before the cut
+        return [{**r, "local_valid_tokens": before} for r in own]
+
+    given = m.make(0)["ranks"][:4]  # the four ranks of one sequence
+    rows = torch.cat([torch.stack([r["nll"], r["labels"].float()], 1) for r in given])
+    return twinned(fn, m.twin, ranks, rows, by_rank=True)
 
 
 @declare("b/d17")
 def eval_weights_twice(m: Any, fn: Callable[..., Any]) -> Thing:
     rows = whole(m.make(0)["ranks"])
-    return Ranks(
-        metric=lambda shards: fn([{"nll": s[:, 0], "loss_weight": s[:, 1]} for s in shards]),
-        rows=torch.stack([rows["nll"], rows["loss_weight"]], 1),
-    )
+    return twinned(
+        fn, m.twin, lambda shards: [{"nll": s[:, 0], "loss_weight": s[:, 1]} for s in shards],
+        torch.stack([rows["nll"], rows["loss_weight"]], 1),
+    )  # fmt: skip
 
 
 @declare("b/d20")
@@ -202,9 +222,11 @@ def chat_template_turn_end(m: Any, fn: Callable[..., Any]) -> Thing:
         return fn([{**message, "content": words(message["content"])} for message in messages])
 
     talk = [{**message, "content": " ".join(map(str, message["content"]))} for message in m.make(0)["messages"]]
+    trained = [i for i, x in enumerate(talk) if x["role"] == "assistant" and x.get("train", True)]
     return ChatTemplate(
-        tokens, lambda messages: [*tokens(messages)[0], m.START, m.ROLE["assistant"]], talk, end=m.END, prefix=False
-    )
+        tokens, lambda messages: [*tokens(messages)[0], m.START, m.ROLE["assistant"]], talk, end=m.END, prefix=False,
+        trained=trained,
+    )  # fmt: skip
 
 
 no_subject("b/r02", "GAE gives a reward to each token, and this code takes one outcome per row")
@@ -264,7 +286,7 @@ class Average:
 
 @declare("b/r12")
 def ema_decay_warmup(m: Any, fn: Callable[..., Any]) -> Thing:
-    return Ema(Average(fn), rate=1 - 0.999)
+    return Ema(Average(fn), rate=1 - 0.999, every=5)
 
 
 @declare("b/r13")
@@ -288,16 +310,16 @@ def seeds_shared_in_tp(m: Any, fn: Callable[..., Any]) -> Thing:
 @declare("b/r16")
 def merged_moments(m: Any, fn: Callable[..., Any]) -> Thing:
     rows = whole(m.make(0)["ranks"])
-    return Ranks(
-        metric=lambda shards: fn([{"advantages": s[:, 0], "mask": s[:, 1]} for s in shards]),
-        rows=torch.stack([rows["advantages"], rows["mask"]], 1),
-    )
+    return twinned(
+        fn, m.twin, lambda shards: [{"advantages": s[:, 0], "mask": s[:, 1]} for s in shards],
+        torch.stack([rows["advantages"], rows["mask"]], 1),
+    )  # fmt: skip
 
 
 @declare("b/r17")
 def bits_per_byte(m: Any, fn: Callable[..., Any]) -> Thing:
     rows = whole(m.make(0)["ranks"])
-    return Ranks(
-        metric=lambda shards: fn([{"nll": s[:, 0], "nbytes": s[:, 1].long()} for s in shards]),
-        rows=torch.stack([rows["nll"], rows["nbytes"].float()], 1),
-    )
+    return twinned(
+        fn, m.twin, lambda shards: [{"nll": s[:, 0], "nbytes": s[:, 1].long()} for s in shards],
+        torch.stack([rows["nll"], rows["nbytes"].float()], 1),
+    )  # fmt: skip

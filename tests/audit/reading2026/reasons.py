@@ -13,7 +13,7 @@ MISSES = {
     "a/d17_entropy_over_other_tokens_than_the_loss": "Ranks compared cuts, and the wrong tokens are averaged in all",
     "a/d18_denominator_counts_masked_completions": "no declaration has what a mean is taken over",
     "b/d03_interleave_first_prefix": "no subject has what a merge of steps should give",
-    "b/d05_mtp_roll_unpadded_bounds": "the labels of the second head are made inside the loss, and no role names them",
+    "b/d05_mtp_roll_unpadded_bounds": "law MI-PACKED could not cut the row: no role names its real lengths",
     "b/d06_document_ids_from_absent_eos": "Collator with rows=False did not check documents",
     "b/d10_warmup_subtracted_twice": "Schedule compared the last rate with its end, and not when the end is reached",
     "b/d14_prompt_mask_off_by_one": "Collator had no place for which tokens are supervised",

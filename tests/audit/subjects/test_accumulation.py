@@ -165,3 +165,18 @@ def held(copies: bool, kick: Any = shaken) -> RoundTrip:
         lambda: nn.Linear(4, 3), kick, save, lambda m, f: m.load_state_dict(shelf[str(f)]),
         lambda m: torch.cat([p.detach().flatten() for p in m.parameters()]),
     )  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_term_that_is_multiplied_by_the_number_of_ranks_is_seen(wrong: bool) -> None:
+    """transformers #48690: a router's loss is local by design, and still counts once."""
+    step = sft_step()
+
+    def accumulate(model: nn.Module, ranks: Any) -> None:
+        counts = [int((b["labels"][:, 1:] != -100).sum()) for b in ranks]
+        for batch, count in zip(ranks, counts, strict=True):
+            local = next(model.parameters()).square().sum()
+            (sft_loss(model, batch)[0] * count / sum(counts) + local * (1 if wrong else 1 / len(ranks))).backward()
+
+    found = failed(Accumulation(step.model, accumulate, step.batch, what="ranks", rows_interact=True))
+    assert found == ({"the batch twice, as ranks"} if wrong else set())

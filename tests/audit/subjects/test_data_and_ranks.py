@@ -103,3 +103,60 @@ def test_an_adapter_at_initialization(fault: str, seen: set[str]) -> None:
     base, x = nn.Linear(4, 3), torch.randn(5, 4)
     start = AdapterStart(base, lambda m: Lora(m, fault), lambda m: m(x), off)  # type: ignore[arg-type]
     assert failed(start) == seen
+
+
+def test_a_metric_over_ranks_is_what_one_process_computes() -> None:
+    rows = torch.randn(11, 3, generator=torch.Generator().manual_seed(0)) ** 2
+
+    def total(parts: list[Tensor]) -> float:
+        return float(sum(p.sum() for p in parts))
+
+    assert audit(Ranks(metric=total, rows=rows, single=lambda parts: float(torch.cat(parts).sum()))).holds
+    twice = Ranks(metric=lambda parts: 2 * total(parts), rows=rows, single=lambda parts: float(torch.cat(parts).sum()))
+    assert failed(twice) == {"the metric in one process"}
+    largest = Ranks(
+        metric=lambda parts: max(float(p.mean()) for p in parts), rows=rows, by_rank=True,
+        single=lambda parts: max(float(p.sum()) / p.numel() for p in parts),
+    )  # fmt: skip
+    assert audit(largest).holds, "it depends on the cut by its definition"
+
+
+def packs(examples: list[Any], fault: str = "") -> dict[str, Tensor]:
+    ids = [e["ids"] for e in examples]
+    if fault == "requeues":
+        ids = [part for i in ids for part in (i[:4], i[4:]) if part]
+    else:
+        ids = [i[:4] for i in ids]
+    documents = [0 if fault == "one document" else k for k, i in enumerate(ids) for _ in i]
+    flat = [t for i in ids for t in i]
+    places = [p for i in ids for p in range(len(i))]
+    if fault == "positions":
+        places = list(range(len(flat)))
+    return {"ids": torch.tensor(flat), "positions": torch.tensor(places), "documents": torch.tensor(documents)}
+
+
+def unpack(batch: Any) -> list[dict[str, Tensor]]:
+    each = [batch["documents"] == d for d in batch["documents"].unique()]
+    return [{k: batch[k][on] for k in ("ids", "positions")} for on in each]
+
+
+@pytest.mark.parametrize("fault", ["", "requeues", "one document", "positions"])
+def test_a_packed_example_is_the_document_that_it_is_alone(fault: str) -> None:
+    """TRL #5075, torchtitan #3130, LLaMA-Factory #10283."""
+    stage = Collator(lambda e: packs(e, fault), EXAMPLES, rows=False, unpack=unpack)
+    assert failed(stage) == ({"documents"} if fault else set())
+
+
+@pytest.mark.parametrize("prompt", [1, 2])
+def test_exactly_the_declared_targets_are_supervised(prompt: int) -> None:
+    """torchtitan #2755: the first token of the answer is masked too."""
+
+    def stage(examples: list[Any]) -> dict[str, Tensor]:
+        batch = collate(examples)
+        batch["labels"] = torch.where(
+            (batch["ids"] == 0) | (torch.arange(batch["ids"].shape[1]) < prompt), -100, batch["ids"]
+        )
+        return batch
+
+    declared = Collator(stage, EXAMPLES, {"ids": 0, "labels": -100}, targets=lambda e: e["ids"][1:])
+    assert failed(declared) == (set() if prompt == 1 else {"supervised tokens"})

@@ -142,3 +142,16 @@ def test_an_average_that_overwrites_its_own_decay(broken: bool) -> None:
         kept.setdefault(rate, Average(rate)).step(average, current)
 
     assert audit(Ema(update=update)).holds is not broken
+
+
+class EveryThird(Warm):
+    """The average moves at each third call."""
+
+    def __call__(self, average: Tensor, current: Tensor, rate: float) -> Tensor | None:
+        self.t += 1
+        return average.lerp_(current, rate) if self.t % 3 == 1 else None
+
+
+def test_an_average_that_moves_at_some_calls_declares_which() -> None:
+    assert audit(Ema(EveryThird("tensorflow"), rate=0.2, every=3)).holds
+    assert "rate 0.0625, a second time" in failed(Ema(EveryThird("tensorflow"), rate=0.2))

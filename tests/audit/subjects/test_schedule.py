@@ -94,3 +94,37 @@ def test_a_schedule_does_not_fall_below_its_floor() -> None:
 
     assert "floor" not in failed(Schedule(lambda t, _: rates(t, True), 1.0, 0.1))
     assert failed(Schedule(lambda t, _: rates(t, False), 1.0, 0.1)) == {"floor"}
+
+
+def notches(total: int) -> list[float]:
+    """A warm-up of 5 steps, and three falls to 0 in a linear decay to a tenth."""
+    found = [min(1.0, (k + 1) / 5) * (1 - 0.9 * max(0, k - 4) / (total - 5)) for k in range(total)]
+    return [0.0 if k in (15, 25, 35) else rate for k, rate in enumerate(found)]
+
+
+def test_restarts_may_fall_below_the_end_and_rise_above_the_first_top() -> None:
+    assert audit(Schedule(lambda t, _: notches(t), 1.0, 0.1, warmup=5, restarts=True)).holds
+    grows = [rate * (3 if k > 20 else 1) for k, rate in enumerate(warm(40, "linear"))]
+    assert audit(Schedule(lambda t, _: grows, grows[21], 0.0, warmup=5, restarts=True)).holds
+    late = Schedule(lambda t, _: notches(t), 1.0, 0.1, warmup=20, restarts=True)
+    assert failed(late) == {"warm-up"}
+    below = Schedule(lambda t, _: [*notches(t)[:-3], 0.0, 0.1, 0.1], 1.0, 0.1, warmup=5)
+    assert "floor" in failed(below)
+
+
+def test_a_schedule_that_is_over_before_the_run_is_seen() -> None:
+    """AReaL #1289: the decay lacks the warm-up a second time."""
+    early = [*warm(35, "cosine"), *[0.0] * 5]
+    assert failed(Schedule(lambda t, _: early, 1.0, 0.0, warmup=5)) == {"the last steps"}
+    assert audit(Schedule(lambda t, _: [max(0.1, r) for r in early], 1.0, 0.1, warmup=5)).holds, "a floor may be held"
+
+
+def test_every_rank_has_the_same_rate() -> None:
+    """nanochat #857: each rank counts its own progress."""
+
+    def plan(t: int, _: int) -> list[float]:
+        return warm(t, "linear")
+
+    assert audit(Schedule(plan, 1.0, 0.0, warmup=5, of_rank=lambda t, rank: plan(t, 1))).holds
+    local = Schedule(plan, 1.0, 0.0, warmup=5, of_rank=lambda t, rank: [r * (1 - 0.01 * rank) for r in plan(t, 1)])
+    assert failed(local) == {"every rank"}

@@ -88,3 +88,22 @@ def test_a_grader_pays_right_answers_alone() -> None:
     assert failed(grader("empty")) == {"no answer"}
     assert "finite" in failed(grader("nan"))
     assert failed(grader("state")) == {"again"}
+
+
+def test_answers_that_are_not_trained_by_design_are_declared() -> None:
+    """A masked history (LLaMA-Factory #10827: the end of an earlier answer is still supervised)."""
+    last = template("last")
+    last.trained = (4,)
+    assert audit(last).holds
+    whole = template()
+    whole.trained = (4,)
+    assert failed(whole) == {"words of others", "turns that are not trained"}
+    inner = last.tokens
+
+    def tokens(messages: list[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        out, mask = map(list, inner(messages))
+        ends = [k for k, token in enumerate(out) if token == END]
+        return out, [1 if k in ends[1:-1:2] else on for k, on in enumerate(mask)]  # after the user's text, too
+
+    last.tokens = tokens
+    assert failed(last) == {"turns that are not trained"}

@@ -6,7 +6,8 @@ How: Each is changed or added; the gradient must stay the same within the step's
 Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
 factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
 accident (prompts beside completions) must not be padded with them: declare wide; where only another guess holds, the
-row is "not declared". Per-token rewards that are 0 wherever they are masked may be summed without the mask.
+row is "not declared". Per-token rewards that are 0 wherever they are masked may be summed without the mask. A term of
+the loss with a mask of its own declares it in masks.
 Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask
 """
 

@@ -2,7 +2,8 @@
 
 Every declared term is switched off, and ``pure`` settings are set; where nothing is left then (α·KL + β·CE with both
 weights declared), or where the rest is not what is asked about (ORPO: the likelihood has weight 1, the preference λ),
-each term is taken by itself: the loss with it less the loss without.
+each term is taken by itself: the loss with it less the loss without. A weight whose term has no metric is one of them
+where nothing else is left: the loss is then that one term.
 """
 
 from __future__ import annotations
@@ -51,6 +52,15 @@ def parts(probe: Probe) -> Iterator[Part]:
             yield Part(f"term {metric}", {**quiet, knob: STRONG * (float(step.knobs[knob]) or 1.0)}, quiet)
 
 
+def unnamed(probe: Probe) -> Iterator[Part]:
+    """Each term that has a weight and no metric, by itself."""
+    step = probe.step
+    quiet = {**step.terms_off, **step.pure}
+    for knob in step.switches:
+        if knob not in step.pure:
+            yield Part(f"the term of {knob}", {**quiet, knob: STRONG * (float(step.knobs[knob]) or 1.0)}, quiet)
+
+
 @dataclass(frozen=True)
 class RelativeGradient:
     """A part's gradient norm on a batch where it should be 0, relative to its usual norm."""
@@ -65,8 +75,14 @@ def weakest(
     probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float
 ) -> RelativeGradient | None:
     """The first part that has a gradient on ``usual`` and none on ``same``; else the first that has one at all."""
+    return _weakest(probe, parts(probe), usual, same, room) or _weakest(probe, unnamed(probe), usual, same, room)
+
+
+def _weakest(
+    probe: Probe, found: Iterator[Part], usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float
+) -> RelativeGradient | None:
     first: RelativeGradient | None = None
-    for part in parts(probe):
+    for part in found:
         try:
             present = part.gradient(probe, usual)
         except Exception:

@@ -4,7 +4,8 @@ permuted rows     the same gradient
 every row twice   the same gradient (reduction="mean"), twice it ("sum"); undeclared, or something in between
 whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows are independent
 
-Needs: a batch of at least two rows; reduction="mean" or "sum" where that is known
+Needs: a batch of at least two rows (of one, with a declared reduction, for the doubling); reduction="mean" or "sum"
+where that is known
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
 Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
 parts: declared terms are checked one by one; undeclared ones are "not declared" where the sum holds with equally many
@@ -38,6 +39,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     step = probe.step
     if step.rows < 2:
         yield LAW.not_applicable("rows", f"{step.rows} row", "A batch of one row has no order.")
+        if step.reduction is not None and probe.gradient().finite():
+            yield from probe.tried({TWICE: _twice(probe, probe.gradient())})
         return
     whole = probe.gradient()
     if not whole.finite():

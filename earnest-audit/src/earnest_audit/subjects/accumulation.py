@@ -3,13 +3,16 @@ call.
 
 accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) leaves, for an UNEVEN cut;
 and the same again in a second call
+accumulate(model, [B, B]) has the direction of accumulate(model, [B]), whatever is taken per micro-batch
 
 Needs: accumulate(model, batches) and a batch; precision where it is coarser and no module shows it
 How: The batch in one piece, once more, and cut unevenly; the tolerance is 16 times (8 in 16 bits) the effect of one
 unit in the last place.
 Exceptions: Even cuts hide a mean of means. A loss that is taken per micro-batch by design (load balancing) declares
-rows_interact=True. A clip that does not bind is not detected here: Update makes it bind.
-Detects: transformers gradient accumulation (a mean of means), gradients cleared between requests
+rows_interact=True; then the batch is only given twice. A clip that does not bind is not detected here: Update makes it
+bind.
+Detects: transformers gradient accumulation (a mean of means), gradients cleared between requests, transformers #48690
+(a router's loss times the number of ranks)
 """
 
 from __future__ import annotations
@@ -56,8 +59,7 @@ class Accumulation:
         split = list(self.split) if self.split is not None else base.uneven(rows)
         subject = f"{self.what} of {split} rows"
         if self.rows_interact:
-            why = "Rows interact by declaration: parts may have another gradient."
-            yield LAW.not_applicable(subject, "not checked", why)
+            yield from self._copies(subject)
             return
         with restored(self.model, None), without_dropout(self.model):  # other parts would get other masks
             with noticing(self.model) as seen:
@@ -77,6 +79,23 @@ class Accumulation:
         )  # fmt: skip
         if not self.stateful:
             yield twice
+
+    def _copies(self, subject: str) -> Iterator[Finding]:
+        """Where a part of the loss is taken per micro-batch, equal micro-batches still have the gradient of one."""
+        why = "Rows interact by declaration: parts may have another gradient."
+        yield LAW.not_applicable(subject, "not checked", why)
+        with restored(self.model, None), without_dropout(self.model):
+            with noticing(self.model) as seen:
+                one, two = self._gradient([self.batch]), self._gradient([self.batch, self.batch])
+            room = self._room(one, self.precision or coarsest(seen)) if self.tolerance is None else self.tolerance
+        factor = two.best_scale(one)
+        off = one.times(factor).distance(two)
+        yield LAW.finding(
+            f"the batch twice, as {self.what}", f"gradient off by {off:.2g} (best factor {factor:.3g})",
+            f"≤ {room:.2g}, up to a factor", off <= room and one.norm() > 0,
+            "The same batch twice has a gradient of another direction: a term of the loss is multiplied by the number "
+            "of ranks or micro-batches, and the others are not.",
+        )  # fmt: skip
 
     def _twice(self, whole: Gradient, again: Gradient, precision: torch.dtype | None) -> Finding:
         """Of two calls that differ, a third decides. Where it repeats one of them, or the calls are as 1 : 2 : 3, a

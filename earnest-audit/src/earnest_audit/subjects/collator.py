@@ -5,12 +5,17 @@ purity       a row does not depend on the other examples, up to the padding
 alignment    all columns of a row come from the same example
 inputs       are not written into
 again        the same examples give the same batch
+documents    a packed batch has one document per example, and it is what the example gives alone
+targets      exactly the declared tokens of an example are supervised
 
-Needs: fn(examples) -> a dict of tensors [B, …]; examples; pads: the padding value of each column, where rows are padded
+Needs: fn(examples) -> a dict of tensors [B, …]; examples; pads: the padding value of each column, where rows are
+padded; unpack(batch) -> the documents of a packed batch; targets(example) -> the labels that are supervised
 How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
-Exceptions: Packing and sampling stages mix examples by design: rows=False leaves only the inputs and the repetition.
+Exceptions: Packing and sampling stages mix examples by design: rows=False leaves the inputs, the repetition and, with
+unpack, the documents.
 Detects: labels of the neighbouring row, a column that is sorted by length alone, a collator that appends an end token
-to the caller's own list, truncation that depends on the batch
+to the caller's own list, truncation that depends on the batch, TRL #5075, LLaMA-Factory #10283 and torchtitan #3130
+(packed documents), torchtitan #2755 (a mask that is one token too long)
 """
 
 from __future__ import annotations
@@ -31,13 +36,19 @@ from earnest_audit.verdict import Finding
 @dataclass
 class Collator:
     """``fn(examples)`` makes a batch; ``pads`` is column -> padding value: trailing and leading entries of that value
-    are not compared. ``rows=False`` where rows are not examples (packing)."""
+    are not compared. ``rows=False`` where rows are not examples (packing). ``unpack(batch)`` cuts a packed batch into
+    its documents, each a dict of columns. ``targets(example)`` are the supervised labels of an example, in order; they
+    are in the column ``labels``, where other places have ``ignore``."""
 
     fn: Callable[[list[Any]], Mapping[str, Any]]
     examples: Sequence[Any]
     pads: Mapping[str, float] = field(default_factory=dict)
     rows: bool = True
     seed: int = 0
+    unpack: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
+    targets: Callable[[Any], Sequence[int]] | None = None
+    labels: str = "labels"
+    ignore: int = -100
 
     def check(self) -> Iterator[Finding]:
         given = copy.deepcopy(list(self.examples))
@@ -50,6 +61,10 @@ class Collator:
         differ = [k for k in batch if k not in again or not torch.equal(batch[k], again[k])]
         more = ": the same examples and seed give another batch: a state from the last call is still there."
         yield LAW.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
+        if self.unpack is not None:
+            yield self._documents(self.unpack)
+        if self.targets is not None:
+            yield self._supervised(self.targets)
         count = len(self.examples)
         columns = {k: v for k, v in batch.items() if v.ndim > 0 and v.shape[0] == count}
         if not self.rows or count < 2 or not columns:
@@ -67,6 +82,25 @@ class Collator:
             "truncation to the shortest, or another example is in it."
         )
         yield LAW.none("each example alone", mixed, f"{len(mixed)} of {len(columns)} columns differ", more)
+
+    def _documents(self, unpack: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]) -> Finding:
+        found = [_tensors(document) for document in unpack(self._run(self.examples))]
+        alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in self.examples]
+        lost = sum(not any(_equal(document, other) for other in found) for own in alone for document in own)
+        one = len(found) == len(alone) and all(len(own) == 1 for own in alone)
+        return LAW.finding(
+            "documents", f"{len(found)} documents of {len(alone)} examples, {lost} of them not as they are alone",
+            "one per example, each as it is alone", one and lost == 0,
+            "A packed example is another document than it is alone: positions go on from the document before it, a "
+            "boundary is lost, or the rest of a long example is a document of its own.",
+        )  # fmt: skip
+
+    def _supervised(self, targets: Callable[[Any], Sequence[int]]) -> Finding:
+        rows = [self._run([example])[self.labels].flatten() for example in self.examples]
+        taught = [row[row != self.ignore].tolist() for row in rows]
+        other = [str(i) for i, (a, e) in enumerate(zip(taught, self.examples, strict=True)) if a != list(targets(e))]
+        more = ": other tokens are supervised than declared: a mask is off by one, or an end or a prompt is in it."
+        return LAW.none("supervised tokens", other, f"{len(other)} of {len(taught)} examples differ", more)
 
     def _run(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         with seeded(self.seed):

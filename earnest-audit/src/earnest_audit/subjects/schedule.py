@@ -3,13 +3,14 @@ for many and for every group; a declared warm-up happens once.
 
 lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its end
 at k = total, not before, and is never below it after the peak; each parameter group has its own peak and end; another
-value of a setting gives other rates
+value of a setting gives other rates; ranks that average their gradients have one rate
 
 Needs: rates(total, ranks, **settings), peak, final; warmup; settings; restarts=True where it rises again; a rate per
-group, where there are groups
+group, where there are groups; of_rank(total, rank), where a rank computes its own rate
 How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
 Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a quarter
-of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change.
+of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change. With restarts the
+warm-up ends at the first fall, and the floor is checked after the last rise.
 Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all groups), a
 decay to 0 where a floor is declared
 """
@@ -25,6 +26,8 @@ from earnest_audit.law import Law
 from earnest_audit.verdict import Finding
 
 ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
+EXACT = 1e-9  # of the peak: a rate of 0, up to rounding
+RANKS = 4
 
 
 @dataclass
@@ -32,7 +35,8 @@ class Schedule:
     """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak`` and ``final`` may have one per group too. ``warmup`` is
     the number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design.
-    ``settings`` (decay steps, a power, a floor) are handed to ``rates`` by name, and each has to matter."""
+    ``settings`` (decay steps, a power, a floor) are handed to ``rates`` by name, and each has to matter.
+    ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own."""
 
     rates: Callable[..., Sequence[float] | Sequence[Sequence[float]]]
     peak: float | Sequence[float]
@@ -41,6 +45,7 @@ class Schedule:
     warmup: int | None = None
     restarts: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
+    of_rank: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]] | None = None
 
     def check(self) -> Iterator[Finding]:
         one, many = (list(self.rates(self.total, ranks, **self.settings)) for ranks in (1, 4))
@@ -59,6 +64,13 @@ class Schedule:
         yield LAW.finding("1 rank = 4 ranks", equal, "equal", one == many, why)
         for name, value in self.settings.items():
             yield self._setting(name, value, one)
+        if self.of_rank is not None:
+            each = [list(self.of_rank(self.total, rank)) for rank in range(RANKS)]
+            other = [f"rank {rank}" for rank, rates in enumerate(each) if rates != each[0]]
+            more = (
+                " has other rates than rank 0: each applies its own to the same averaged gradient, and weights drift."
+            )
+            yield LAW.none("every rank", other, f"{len(other)} of {RANKS} ranks differ from rank 0", more)
 
     def _setting(self, name: str, value: float, usual: list[Any]) -> Finding:
         """Twice the value, half of it, and one more: some other value gives other rates."""
@@ -95,8 +107,19 @@ class Schedule:
             "The run ends before the schedule does, or long after; or the schedule has another floor than the declared "
             "one.",
         )  # fmt: skip
+        at = self._top(one)
+        rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
+        if ends and final == 0 < peak:
+            early = next((n for n, rate in enumerate(reversed(one)) if rate > EXACT * peak), len(one)) - 1
+            allowed = max(1, len(one) // 50)
+            yield (
+                "the last steps", f"{max(early, 0)} steps before the last have a rate of 0", f"{allowed} at most",
+                early <= allowed,
+                "The schedule is over before the run is, and the last steps train nothing: its length lacks the "
+                "warm-up, or is that of another run.",
+            )  # fmt: skip
         if ends:
-            least = min(one[one.index(top) :])
+            least = min(one[rises[-1] if self.restarts and rises else one.index(top) :])
             yield (
                 "floor", f"the least rate after the peak is {least:.3g}", f"{low:.3g} or above",
                 least >= low - max(ROUNDED * top, last),
@@ -105,23 +128,28 @@ class Schedule:
         if self.warmup is None:
             return
         # The top comes at the end of the warm-up; a step early or late is how steps are counted.
-        at = one.index(top)
         rising = all(a <= b for a, b in pairwise(one[: at + 1]))
         yield (
             "warm-up", f"the top is at step {at}" + ("" if rising else ", and the rate falls before it"),
             f"at step {self.warmup}, and a rise to it",
-            rising and abs(at - self.warmup) <= 1 + self.warmup // 4 and (self.warmup < 2 or one[0] < top),
+            rising and abs(at - self.warmup) <= 1 + self.warmup // 4 and (self.warmup < 2 or one[0] < one[at]),
             "The warm-up is not the one that was declared: it is read as 0, or counted in epochs, ranks or "
             "micro-batches.",
         )  # fmt: skip
         if not self.restarts:
-            rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
             yield (
                 "after the warm-up", f"it rises again at step {rises[0]}" if rises else "it never rises again",
                 "it never rises again", not rises,
                 "The rate rises again after its top: a cycle longer or shorter than the run, or a warm-up that begins "
                 "anew (on a resume, for example). Intended restarts declare restarts=True.",
             )  # fmt: skip
+
+    def _top(self, one: list[float]) -> int:
+        """The step at which the warm-up is over: the top, or, with restarts, what comes before the first fall."""
+        if not self.restarts:
+            return one.index(max(one))
+        fall = next((k for k, (a, b) in enumerate(pairwise(one)) if b < a), len(one) - 1)
+        return one.index(one[fall])
 
 
 def _row(rates: Any) -> tuple[float, ...]:
