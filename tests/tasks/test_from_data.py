@@ -13,10 +13,12 @@ from earnest.config import dump, from_mapping, recipes
 from earnest.config.text import parse
 from earnest.data.reading import DataError
 from earnest.errors import ConfigError, EarnestError
+from earnest.runs.errors import RunStopped
 from earnest.tasks import PromptStream, Task, TaskError, get_task
 
 TASK = """
 from dataclasses import dataclass
+from earnest.runs.errors import RunStopped
 from earnest.tasks import Grade, Prompt
 
 @dataclass(frozen=True)
@@ -199,3 +201,15 @@ def test_a_run_warns_of_what_its_grader_pays_for(folder: Path, capsys: pytest.Ca
     assert "prompt questions/train/" in (folder / "run" / "events.log").read_text()
     assert warning in (folder / "run" / "events.log").read_text()
     assert warning in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_grader_that_always_raises_stops_the_run_before_it_trains(folder: Path) -> None:
+    (folder / "broken.py").write_text("def score(row, completion):\n    return row['nope']\n")
+    data = parse(RECIPE, "recipe") | {"grade": f"{folder}/broken.py:score"}
+    changes = [f"out={folder / 'run'}", f"data.train={folder}/questions.jsonl", "max_grader_errors=1.0"]
+    with pytest.raises(RunStopped) as stopped:
+        runs.start("mine", from_mapping(data, changes), Console(quiet=True))
+    text = str(stopped.value)
+    assert "before its first step" in text and "raises on every completion" in text and "prompt questions/train/" in text
+    assert f"KeyError('nope') ({folder.resolve()}/broken.py:2, in score)" in text
+    assert not (folder / "run" / "metrics.jsonl").exists() or not (folder / "run" / "metrics.jsonl").read_text()

@@ -43,14 +43,24 @@ def test_an_error_is_logged_with_its_prompt_and_gives_reward_zero(caplog: pytest
     assert grades[1].extras == {"error": "RuntimeError: odd"}
     assert "flaky:1" in caplog.text
     assert "Question 1" in caplog.text
+    assert f"RuntimeError('odd') ({__file__}:" in caplog.text and ", in grade) on 1 of 4 completions" in caplog.text
+
+
+def test_an_error_is_one_line_however_many_completions_it_hits(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        grade_all(Flaky(), Flaky().prompts("train", 5, 0), ["2", "3", "5", "7", "100"], max_error_share=1.0)
+    odd, nan = (record.getMessage() for record in caplog.records)
+    assert "RuntimeError('odd')" in odd and "on 3 of 5 completions, for example on prompt flaky:1" in odd
+    assert "the reward is nan" in nan and "on 1 of 5" in nan and "grading.py" not in nan
 
 
 def test_above_the_share_the_run_stops_and_names_the_first_prompt() -> None:
     prompts = Flaky().prompts("train", 4, 0)
     with pytest.raises(
         GraderErrors, match=r"raised on 2 of 4 .* 0\.25; first RuntimeError: odd, on prompt flaky:1 'Question 1'"
-    ):
+    ) as stopped:
         grade_all(Flaky(), prompts, ["2", "3", "4", "7"], max_error_share=0.25)
+    assert f"({__file__}:" in str(stopped.value) and str(stopped.value).endswith("or raise max_grader_errors.")
     with pytest.raises(GraderErrors):
         grade_all(Flaky(), prompts[:1], ["1"], max_error_share=0.0)
 

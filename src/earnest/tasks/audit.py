@@ -23,7 +23,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from earnest.tasks.base import Grade, Prompt, Task
-from earnest.tasks.grading import TIME_LIMIT, outcomes
+from earnest.tasks.grading import TIME_LIMIT, GraderErrors, outcomes
+from earnest.tasks.processes import raised_at
 from earnest.tasks.registry import TASKS
 from earnest_audit.verdict import Finding, LawOutcome, Verdict
 
@@ -65,18 +66,29 @@ class _Probe:
         return self.outcome.reward
 
     def shown(self) -> str:
-        reward = f"reward {self.outcome.reward:g}" if isinstance(self.outcome, Grade) else repr(self.outcome)
+        if isinstance(self.outcome, Grade):
+            reward = f"reward {self.outcome.reward:g}"
+        else:
+            reward = f"{self.outcome!r}{raised_at(self.outcome)}"
         return f"prompt {self.prompt.id} {_short(_text(self.prompt))}, completion {_short(self.completion)}: {reward}"
 
 
 def audit_grader(task: Task, prompts: int = PROMPTS, seed: int = 0, time_limit: float = TIME_LIMIT) -> Verdict:
     """Grade made-up completions of ``prompts`` training prompts, each twice; one finding for each question."""
-    rows = task.prompts("train", prompts, seed)
-    completions = _completions(rows)
+    return _verdict(task, *_probed(task, prompts, seed, time_limit))
+
+
+def _probed(
+    task: Task, prompts: int = PROMPTS, seed: int = 0, time_limit: float = TIME_LIMIT
+) -> tuple[list[_Probe], list[Grade | Exception]]:
+    """The probes, and what each gets the second time."""
+    completions = _completions(task.prompts("train", prompts, seed))
     asked, texts = [row for _, row, _ in completions], [text for *_, text in completions]
     first, second = (outcomes(task, asked, texts, time_limit) for _ in range(2))
-    probes = [_Probe(*made, outcome) for made, outcome in zip(completions, first, strict=True)]
+    return [_Probe(*made, outcome) for made, outcome in zip(completions, first, strict=True)], second
 
+
+def _verdict(task: Task, probes: Sequence[_Probe], second: Sequence[Grade | Exception]) -> Verdict:
     def found(law: str, bad: Sequence[_Probe], tried: int, measured: str, expected: str, meaning: str) -> Finding:
         outcome: LawOutcome = "not applicable" if not tried else "fails" if bad else "holds"
         why = f"{meaning}; for example {bad[0].shown()}." if bad else ""
@@ -122,10 +134,17 @@ def built_in(task: Task) -> bool:
 
 
 def grader_warnings(task: Task) -> list[str]:
-    """One sentence for each failed finding of a task that is not built in."""
+    """One sentence for each failed finding of a task that is not built in. A grader that raises on every completion
+    cannot be trained on: ``GraderErrors``."""
     if built_in(task):
         return []
-    return [f"the grader of {f.subject}, {f.law}: {f.meaning}" for f in audit_grader(task).failures]
+    probes, second = _probed(task)
+    if probes and all(isinstance(probe.outcome, Exception) for probe in probes):
+        raise GraderErrors(
+            f"the grader of {task.name} raises on every completion ({len(probes)} were tried), so nothing can be "
+            f"learned; for example {probes[0].shown()}. Fix the grader."
+        )
+    return [f"the grader of {f.subject}, {f.law}: {f.meaning}" for f in _verdict(task, probes, second).failures]
 
 
 def _completions(rows: Sequence[Prompt]) -> list[tuple[str, Prompt, str]]:

@@ -17,11 +17,12 @@ import pickle
 import queue
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 from earnest.tasks.base import Grade, Prompt, Task, TaskError
 from earnest.tasks.model_graders import BudgetSpent
-from earnest.tasks.processes import CLOCK, IMPORTED, LONGEST_LOAD, GradingTimeout, Isolated, isolated
+from earnest.tasks.processes import CLOCK, IMPORTED, LONGEST_LOAD, GradingTimeout, Isolated, isolated, raised_at
 
 _log = logging.getLogger(__name__)
 DEFAULT_MAX_ERROR_SHARE = 0.1
@@ -71,9 +72,9 @@ def grade_all(
 ) -> list[Grade]:
     """The grade of each completion, in order.
 
-    A grading that raises, returns no finite reward, or takes longer than ``time_limit`` seconds is logged with its
-    prompt, counts as reward 0 and has its error in ``extras["error"]``. When more than ``max_error_share`` of the
-    gradings raise, ``GraderErrors`` ends the run.
+    A grading that raises, returns no finite reward, or takes longer than ``time_limit`` seconds counts as reward 0 and
+    has its error in ``extras["error"]``. Each distinct error is logged once, with its count, its place in the user's
+    code and one of its prompts. When more than ``max_error_share`` of the gradings raise, ``GraderErrors`` ends the run.
     """
     if len(prompts) != len(completions):
         raise TaskError(
@@ -89,18 +90,33 @@ def grade_all(
             continue
         if isinstance(found, BudgetSpent):
             raise found
-        _log.warning("the grader of %s raised %r on prompt %s %s", task.name, found, prompt.id, _shown(prompt))
         failed.append((prompt, found))
         grades.append(Grade(0.0, "", False, {"error": f"{type(found).__name__}: {found}"}))
+    for line in _distinct(failed, len(prompts)):
+        _log.warning("the grader of %s raised %s", task.name, line)
     if len(failed) > max_error_share * len(prompts):
         prompt, first = failed[0]
         raise GraderErrors(
             f"the grader of {task.name} raised on {len(failed)} of {len(prompts)} completions, more than the "
             f"allowed share of {max_error_share:g}; first {type(first).__name__}: {first}, on prompt "
-            f"{prompt.id} {_shown(prompt)}. "
-            "Fix the grader, or raise max_error_share."
+            f"{prompt.id} {_shown(prompt)}{raised_at(first)}. "
+            "Fix the grader, or raise max_grader_errors."
         ) from first
     return grades
+
+
+def _distinct(failed: Sequence[tuple[Prompt, Exception]], of: int) -> list[str]:
+    """One line for each distinct error: the same type, raised at the same place of the user's code (or, where no place
+    is known, with the same text)."""
+    same: dict[tuple[str, str], list[tuple[Prompt, Exception]]] = defaultdict(list)
+    for prompt, error in failed:
+        same[type(error).__name__, raised_at(error) or str(error)].append((prompt, error))
+    return [
+        f"{error!r}{raised_at(error)} on {len(all_of_it)} of {of} completions, for example on prompt {prompt.id} "
+        f"{_shown(prompt)}"
+        for all_of_it in same.values()
+        for prompt, error in all_of_it[:1]
+    ]
 
 
 def outcomes(

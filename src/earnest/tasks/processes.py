@@ -14,12 +14,15 @@ import pickle
 import select
 import subprocess
 import sys
+import sysconfig
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 WORKERS = max(2, min(8, os.cpu_count() or 2))
@@ -27,6 +30,22 @@ WORKERS = max(2, min(8, os.cpu_count() or 2))
 LONGEST_LOAD = 600.0
 """Seconds that a process may take to start and to import the user's code."""
 IMPORTED = "earnest_import_"  # the modules of the user's files (``plugins``)
+
+
+RAISED_AT = "earnest_raised_at"
+"""The attribute in which a worker keeps the place of an error, because a pickled exception has no traceback."""
+_EARNEST = str(Path(__file__).parents[1])
+_LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib", "platlib"))
+
+
+def raised_at(error: Exception) -> str:
+    """" (my_rewards.py:12, in score)": the last line of the user's own code that the error passed through, or else of a
+    library; "" if it was raised by earnest."""
+    if (kept := getattr(error, RAISED_AT, None)) is not None:
+        return str(kept)
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_EARNEST, "<"))]
+    found = [f for f in frames if not f.filename.startswith(_LIBRARIES)] or frames
+    return f" ({found[-1].filename}:{found[-1].lineno}, in {found[-1].name})" if found else ""
 
 
 class GradingTimeout(TimeoutError):

@@ -13,6 +13,7 @@ import sys
 from typing import Any
 
 from earnest import plugins
+from earnest.tasks.processes import RAISED_AT, raised_at
 
 
 def main() -> None:
@@ -39,11 +40,14 @@ def main() -> None:
                 subjects[key] = pickle.loads(made)
             answer = (True, None if arguments is None else subjects[key](*arguments))
         except Exception as error:
+            vars(error)[RAISED_AT] = raised_at(error)
             answer = (False, error)
         try:
             sent = pickle.dumps(answer)
         except Exception:  # what the user's code returned or raised has no pickled form
-            sent = pickle.dumps((False, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")))
+            plain = RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}")
+            vars(plain)[RAISED_AT] = getattr(answer[1], RAISED_AT, "")
+            sent = pickle.dumps((False, plain))
         outbox.write(len(sent).to_bytes(8, "big") + sent)
         outbox.flush()
 
