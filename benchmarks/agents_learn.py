@@ -222,9 +222,8 @@ def _steps(setup: Setup, steps: int) -> tuple[tuple[float, ...], tuple[float, ..
     for step in range(1, steps + 1):
         found = source.next(step)
         if found.attempts:
-            groups = setup.config.sampling.prompts_per_step
             rewards.append(found.reward)
-            spread.append(1 - found.metrics["zero_variance_groups"] / groups)
+            spread.append(1 - found.metrics["groups_without_spread"])
         try:
             setup.engine.step(found.batch, setup.objective)
         except NothingToTrain:

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
 
 
 WIDE = 6
-"""A table of more columns has no lines between them, so that the columns of `earnest runs` fit in a terminal of 80."""
+"""A table of more columns has no lines between them and no empty column, and only its texts (``WRAPPED``) are broken
+into several lines, so that the columns of `earnest runs` fit in a terminal of 80."""
+WRAPPED = ("run", "task", "finding")
 
 
 @dataclass
@@ -42,10 +44,13 @@ class Listing:
         table = Table(title=escape(self.title), title_justify="left", header_style="bold", show_lines=False)
         if len(self.columns) > WIDE:
             table.box, table.padding = None, (0, 1, 0, 0)
-        for place, column in enumerate(self.columns):
-            table.add_column(column, overflow="fold", no_wrap=self.copied and place == 0)
+        wide = len(self.columns) > WIDE
+        shown = [place for place in range(len(self.columns)) if not wide or any(row[place] for row in self.rows)]
+        for place in shown:
+            fixed = wide and self.columns[place] not in WRAPPED
+            table.add_column(self.columns[place], overflow="fold", no_wrap=fixed or (self.copied and place == 0))
         for row in self.rows:
-            table.add_row(*(escape(cell) for cell in row))
+            table.add_row(*(escape(row[place]) for place in shown))
         return table
 
 
@@ -206,21 +211,22 @@ def models() -> Listing:
 
 
 def runs(folder: Path) -> Listing:
-    """Every run below ``folder``, newest first: its state and its held-out numbers."""
+    """Every run below ``folder``, newest first: state, held-out numbers, and what its laws or its watch found."""
     from earnest.errors import ConfigError
     from earnest.report.load import load
     from earnest.report.record import ReportError, Run
+    from earnest.report.watch import concern
 
     if not folder.is_dir():
         raise ConfigError(f"{folder} is not a folder; give the folder of your runs, as in `earnest runs runs`.")
-    columns = ("run", "task", "status", "steps", "measure", "before", "best", "after", "started")
-    table = Listing(f"runs in {folder}", columns)
+    columns = ("run", "task", "status", "finding", "steps", "measure", "before", "best", "after", "started")
+    table = Listing(f"runs in {folder}", columns, False)
     found: list[tuple[str, Run]] = []
     for path in sorted(folder.glob("**/run.json")):
         try:
             run = load(path.parent)
         except ReportError as error:
-            table.add(str(path.parent.relative_to(folder)), "", str(error), *[""] * 6)
+            table.add(str(path.parent.relative_to(folder)), "", "unreadable", str(error), *[""] * 6)
         else:
             found.append((run.header.started, run))
     for started, run in sorted(found, key=lambda pair: pair[0], reverse=True):
@@ -230,5 +236,6 @@ def runs(folder: Path) -> Listing:
         numbers = [f"{number:.3f}" for number in (*values[:1], *best, *trained[-1:])]
         place, head = str(run.folder.relative_to(folder)), run.header
         steps = f"{head.steps_done}/{head.steps}"
-        table.add(place, head.task, head.status, steps, run.measure, *[*numbers, "", "", ""][:3], started[5:16])
+        row = (place, head.task, head.status, concern(run) or "", steps, run.measure, *[*numbers, "", "", ""][:3])
+        table.add(*row, started[5:16])
     return table

@@ -16,7 +16,7 @@ from earnest.cli import main
 from earnest.commands.auditing import _sampler_verdict
 from earnest.commands.doctor import EXTRAS, checks
 from earnest.errors import EarnestError
-from earnest.listings import Listing
+from earnest.listings import Listing, runs
 from earnest.tasks import list_tasks
 from tests.report import folders
 
@@ -100,6 +100,16 @@ def test_the_table_of_runs_breaks_no_word_in_80_columns() -> None:
     Console(file=shown, width=80).print(table)
     words = shown.getvalue().split()
     assert {word for cell in (*table.columns, *row) for word in cell.split()} <= set(words)
+
+
+def test_the_table_of_runs_breaks_no_date_and_shows_failed_laws(tmp_path: Path) -> None:
+    name = "quickstart-20261117-170640"
+    folders.make(tmp_path / name, fail=True)
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(runs(tmp_path))
+    assert "01-02 03:04" in shown.getvalue() and "finished" in shown.getvalue() and "60/60" in shown.getvalue()
+    (row,) = runs(tmp_path).records()
+    assert (row["status"], row["finding"]) == ("finished", "1 law failed")
 
 
 def test_the_settings_of_a_sampler_are_the_words_after_its_address(monkeypatch: pytest.MonkeyPatch) -> None:

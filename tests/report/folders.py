@@ -94,7 +94,7 @@ def step_line(step: int, total: int, dice: random.Random, terms: int = 2) -> dic
         "lr": 0.001,
         "metrics": {
             "entropy": 1.3 - 0.7 * progress + dice.gauss(0, 0.03),
-            "zero_variance_groups": dice.randrange(0, 6),
+            "groups_without_spread": dice.randrange(0, 6) / 8,
             "grader_errors": 0,
         },
         "seconds": {"sample": 0.8 + dice.random() * 0.1, "train": 0.5 + dice.random() * 0.1},

@@ -130,3 +130,21 @@ def test_the_terminal_lists_settings_that_differ(tmp_path: Path) -> None:
     shown = io.StringIO()
     Console(file=shown, width=100).print(compare.terminal(compare.runs_of(pair(tmp_path, "steps: 70"))))
     assert "steps" in shown.getvalue().splitlines()[-1] and "70" in shown.getvalue().splitlines()[-1]
+
+
+def test_a_run_with_a_failed_law_is_not_shown_as_plainly_finished(tmp_path: Path) -> None:
+    runs = compare.runs_of([folders.make(tmp_path / "good"), folders.make(tmp_path / "bad", fail=True)])
+    shown = io.StringIO()
+    Console(file=shown, width=100).print(compare.terminal(runs))
+    assert "1 law failed" in " ".join(shown.getvalue().split()).replace("bad (1 law failed)", "1 law failed")
+    page = compare.render(runs)
+    assert '<span class="badge good">finished</span>' in page
+    assert '<span class="badge warn">finished, 1 law failed</span>' in page
+
+
+def test_the_table_of_seeds_breaks_no_number_in_80_columns(tmp_path: Path) -> None:
+    runs = compare.runs_of(pair(tmp_path, "seed: 4"))
+    shown = io.StringIO()
+    Console(file=shown, width=80).print(compare.terminal(runs, [n for n in compare.NARROW if n != "vs. first"]))
+    for row in compare.results(runs):
+        assert all(cell in shown.getvalue() for cell in row[4:7]), row

@@ -106,7 +106,7 @@ def test_every_number_of_a_step_is_a_curve_or_a_constant(tmp_path):
         "grpo: ratio_max",
         "sdpo: covered_mass",
         "entropy",
-        "zero_variance_groups",
+        "groups_without_spread",
         "seconds: sample",
         "seconds: train",
     ]

@@ -17,6 +17,7 @@ from earnest.report import ReportError, load, render, summary, write
 from earnest.report.laws import tally
 from earnest.report.markup import VOID, Html, duration, el, fixed, number, signed
 from earnest.report.record import CheckRecord
+from earnest.report.watch import WAY_OUT
 from tests.report import folders
 
 HOSTILE = "</script ></style><script>alert(1)</script><img src=x onerror=alert(2)>\"'&amp;<!-- <script "
@@ -172,8 +173,27 @@ def test_a_broken_law_stands_at_the_top_and_in_the_verdict(tmp_path):
     assert "1 of 6 fail" in text
     why = "The term sdpo adds nothing to the gradient: it trains nothing."
     assert f"broken: GL on term sdpo. {why}" in text
-    assert text.count(why) == 3, "at the top, among the broken ones, and under its law"
     assert page.index('class="notices"') < page.index('id="reward"')
+    assert text.count(why) == 1, "at the top; the verdict refers to it"
+    assert 'href="#notices"' in page and "finished, 1 law failed" in text
+    assert "badge warn" in page[: page.index("<dt>verdict")], "a run with a broken law is not green"
+
+
+def test_the_check_before_training_and_the_watch_are_counted_apart(tmp_path):
+    folder = folders.make(tmp_path)
+    text = Tree(render(load(folder))).text
+    assert "before the first step, in 0.4 s: 6 hold (1 more do not apply to this run)." in text
+    assert "Over the steps of the training" not in text
+    found = folders.verdict()
+    failed = {"law": "GL", "subject": "steps during training", "measured": "9 of 60", "expected": "fewer"}
+    found["checks"].append(failed | {"outcome": "fails", "detail": f"9 of 60 steps learned nothing. {WAY_OUT}"})
+    folders.write_json(folder / "verdict.json", found | {"holds": False})
+    warning = f"steps 3 to 5 learned nothing, because the gradient is exactly 0. {WAY_OUT}"
+    (folder / "events.log").write_text(f"2026-01-02T03:05:25Z warning {warning}\n" * 2)
+    text = Tree(render(load(folder))).text
+    assert "6 hold (1 more do not apply to this run). Over the steps of the training: 1 fails." in text
+    assert text.count(WAY_OUT) == 1, "once in full, under Worth knowing"
+    assert text.count("steps 3 to 5 learned nothing, because the gradient is exactly 0") == 4
 
 
 def test_the_reason_of_a_failure_is_shown_once(tmp_path):

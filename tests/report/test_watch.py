@@ -36,6 +36,9 @@ SICK: dict[str, list[StepRecord]] = {
     "no spread of rewards": [step(n, terms="grpo kl", groups_without_spread=1.0) for n in range(1, 4)],
     "rewards at their maximum": [step(n, correct=1.0, learned_nothing="x", entropy=0.0) for n in range(1, 11)],
     "collapsed entropy": [step(n, entropy=0.002) for n in range(1, 6)],
+    "entropy near that of random tokens": [
+        step(n, entropy=5.2, entropy_of_random_tokens=5.6, correct=0.0) for n in range(1, 6)
+    ],
     "identical completions": [step(n, groups_identical=1.0) for n in range(1, 4)],
     "completions cut off": [step(n, cut_off=1.0) for n in range(1, 4)],
     "constant loss": [step(n, terms="sft", loss=2.5) for n in range(1, 7)],

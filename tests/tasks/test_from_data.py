@@ -210,6 +210,8 @@ def test_a_grader_that_always_raises_stops_the_run_before_it_trains(folder: Path
     with pytest.raises(RunStopped) as stopped:
         runs.start("mine", from_mapping(data, changes), Console(quiet=True))
     text = str(stopped.value)
-    assert "before its first step" in text and "raises on every completion" in text and "prompt questions/train/" in text
+    assert (
+        "before its first step" in text and "raises on every completion" in text and "prompt questions/train/" in text
+    )
     assert f"KeyError('nope') ({folder.resolve()}/broken.py:2, in score)" in text
     assert not (folder / "run" / "metrics.jsonl").exists() or not (folder / "run" / "metrics.jsonl").read_text()

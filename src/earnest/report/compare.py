@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earnest.report import curves, page
-from earnest.report.blocks import badge, note, scroll, section
+from earnest.report.blocks import note, scroll, section
 from earnest.report.curves import Chart, Points, Series
-from earnest.report.headline import TITLES, TONES
+from earnest.report.headline import TITLES, status
 from earnest.report.load import load
 from earnest.report.markup import Html, duration, el, fixed, signed
 from earnest.report.record import Change, ReportError, Run
 from earnest.report.sections import figure
-from earnest.report.watch import RunWatch
+from earnest.report.watch import RunWatch, concern
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -121,10 +121,12 @@ def results(runs: Sequence[Run]) -> list[list[str]]:
                 _pm(signed(change.gain), change.se),
                 "–" if first is None or run is runs[0] else _against(first, change),
             ]
-        rows.append([name, header.status, steps, run.measure, *numbers, duration(header.seconds)])
-    found = over_seeds(runs) if only_seeds(runs) else {}
-    if found:
-        spread = [f"{fixed(mean)} ± {fixed(sd)}" for mean, sd in found.values()]
+        found = concern(run)
+        state = header.status if found is None else f"{header.status}, {found}"
+        rows.append([name, state, steps, run.measure, *numbers, duration(header.seconds)])
+    seeds = over_seeds(runs) if only_seeds(runs) else {}
+    if seeds:
+        spread = [f"{fixed(mean)} ± {fixed(sd)}" for mean, sd in seeds.values()]
         rows.append(["mean ± s.d.", "", f"{len(runs)} seeds", runs[0].measure, *spread, "", ""])
     return rows
 
@@ -177,13 +179,16 @@ def _results(runs: Sequence[Run]) -> Html:
     rows = []
     for place, cells in enumerate(results(runs)):
         mark = el("span", class_=f"key c{place % 6}", aria_hidden="true") if place < len(runs) else None
-        status = badge(cells[1], TONES[runs[place].header.status]) if place < len(runs) else ""
+        state = status(runs[place]) if place < len(runs) else ""
         rows.append(
-            el("tr", el("th", mark, cells[0], scope="row"), el("td", status), *(el("td", cell) for cell in cells[2:]))
+            el("tr", el("th", mark, cells[0], scope="row"), el("td", state), *(el("td", cell) for cell in cells[2:]))
         )
     measures = dict.fromkeys(TITLES[run.measure] for run in runs)
     table = scroll("Results", el("table", el("thead", head), el("tbody", *rows), class_="terms results"))
-    return el("div", table, note(f"{', '.join(measures)}; ± 1 standard error over prompts or rows."))
+    words = f"{', '.join(measures)}; ± 1 standard error over prompts or rows."
+    if not only_seeds(runs):
+        words += " It is not the spread over seeds, and one seed has no spread: compare several (repeat=3)."
+    return el("div", table, note(words))
 
 
 def _differences(runs: Sequence[Run]) -> Html:
@@ -265,19 +270,19 @@ def _chart(key: str, title: str, names: Sequence[str], points: Sequence[Points],
 # --- the terminal -----------------------------------------------------------------------------------------------------
 
 
-def terminal(runs: Sequence[Run]) -> Group:
-    """The results, and the settings in which the runs differ, as tables."""
+def terminal(runs: Sequence[Run], columns: Sequence[str] = NARROW) -> Group:
+    """The results (these ``COLUMNS``), and the settings in which the runs differ, as tables."""
     from rich.console import Group
     from rich.table import Table
 
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
-    for name in NARROW:
-        shown.add_column(name, overflow="fold")
+    for name in columns:
+        shown.add_column(name, overflow="fold", no_wrap=name != "run")
     for row in results(runs):
         cells = dict(zip(COLUMNS, row, strict=True))
         if cells["status"] not in ("", "finished"):
-            cells["run"] += f" ({cells['status']})"
-        shown.add_row(*(cells[name] for name in NARROW), style="bold" if not cells["status"] else "")
+            cells["run"] += f" ({cells['status'].removeprefix('finished, ')})"
+        shown.add_row(*(cells[name] for name in columns), style="bold" if not cells["status"] else "")
     found = differing(runs)
     if not found or only_seeds(runs):
         return Group(shown)

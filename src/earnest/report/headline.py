@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,8 @@ from earnest.errors import ConfigError
 from earnest.report.blocks import badge
 from earnest.report.laws import tally
 from earnest.report.markup import Html, duration, el, fixed, signed
-from earnest.report.record import Change, Measure, Run, Status
+from earnest.report.record import Change, CheckRecord, EventRecord, Measure, Run, Status
+from earnest.report.watch import ADVICE, concern
 
 TITLES: dict[Measure, str] = {
     "reward": "Held-out reward",
@@ -20,11 +21,18 @@ TITLES: dict[Measure, str] = {
 TONES: dict[Status, str] = {"finished": "good", "running": "warn", "interrupted": "warn", "failed": "bad"}
 
 
+def status(run: Run) -> Html:
+    """The run's status; one that finished is green only if no law failed and the watch found nothing."""
+    found = concern(run)
+    tone = "bad" if run.header.status == "failed" else "warn" if found else TONES[run.header.status]
+    return badge(run.header.status if found is None else f"{run.header.status}, {found}", tone)
+
+
 def headline(run: Run) -> Html:
     header = run.header
     done = f"{header.steps_done:,}"
     facts = {
-        "status": badge(header.status, TONES[header.status]),
+        "status": status(run),
         "verdict": tally(run.verdict.checks if run.verdict is not None else ()),
         "seed": str(header.seed),
         "steps": done if header.steps_done == header.steps else f"{done} of {header.steps:,}",
@@ -126,11 +134,22 @@ def notices(run: Run) -> Html | None:
     items = [
         *(el("li", el("b", "broken"), f": {c.law} on {c.subject}. {c.detail}", class_="bad") for c in broken),
         *(el("li", gap) for gap in run.gaps),
-        *(el("li", el("b", event.level), f": {event.text}") for event in important),
+        *(el("li", el("b", event.level), f": {text}") for event, text in _once(important, broken)),
     ]
     if not items:
         return None
-    return el("aside", el("h2", "Worth knowing"), el("ul", *items), class_="notices", aria_label="Worth knowing")
+    title = el("h2", "Worth knowing")
+    return el("aside", title, el("ul", *items), class_="notices", id="notices", aria_label="Worth knowing")
+
+
+def _once(events: Sequence[EventRecord], broken: Sequence[CheckRecord]) -> list[tuple[EventRecord, str]]:
+    """Each event with its text, without the watch's advice where an earlier item has the same advice."""
+    found: list[tuple[EventRecord, str]] = []
+    for event in events:
+        shown = [*(check.detail for check in broken), *(text for _, text in found)]
+        known = [way for way in ADVICE.values() if event.text.endswith(way) and any(way in text for text in shown)]
+        found.append((event, event.text.removesuffix(known[0]).rstrip() if known else event.text))
+    return found
 
 
 def _reason_shown(run: Run, broken: bool) -> str:

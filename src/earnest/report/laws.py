@@ -32,21 +32,30 @@ def verdict(run: Run) -> Html:
     if run.verdict is None or not run.verdict.checks:
         return section("verdict", title, none("No verdict yet: the training step of this run has not been checked."))
     found = run.verdict.checks
-    numbers = {word: run.verdict.count(outcome) for outcome, word in WORDS.items()}
-    counts = ", ".join(f"{count} {word}" for word, count in numbers.items() if count)
+    counts = _counts([check for check in found if not check.during_training])
     if run.verdict.not_applicable:
         counts += f" ({run.verdict.not_applicable} more do not apply to this run)"
     when = f", after step {run.verdict.step}" if run.verdict.step else ", before the first step"
     took = f", in {duration(run.verdict.seconds)}" if run.verdict.seconds is not None else ""
-    lead = el("p", f"The laws of a training step, checked on the step of this run{when}{took}: {counts}.")
+    later = _counts([check for check in found if check.during_training])
+    watched = f" Over the steps of the training: {later}." if later else ""
+    checked = f"The laws of a training step, checked on the step of this run{when}{took}: {counts or 'none'}."
+    lead = el("p", checked + watched)
     failing = [check for check in found if check.outcome == "fails"]
-    broken = el("div", el("h3", "Broken"), _table(failing, "Broken laws"), class_="broken") if failing else None
+    where = el("p", "What each means is explained under ", el("a", "Worth knowing", href="#notices"), ".")
+    broken = el("div", el("h3", "Broken"), where, _table(failing, "Broken laws"), class_="broken") if failing else None
     laws: list[Html] = []
     for law in dict.fromkeys(check.law for check in found):
         own = [check for check in found if check.law == law]
         summary = el("summary", el("span", law, class_="law"), tally(own))
         laws.append(el("details", summary, _table(own, law), class_="law", open=len(found) <= OPEN))
     return section("verdict", title, lead, broken, *laws)
+
+
+def _counts(checks: Sequence[CheckRecord]) -> str:
+    """ "7 hold, 1 fails"."""
+    numbers = {outcome: sum(check.outcome == outcome for check in checks) for outcome in WORDS}
+    return ", ".join(f"{n} {outcome if n == 1 else WORDS[outcome]}" for outcome, n in numbers.items() if n)
 
 
 def _table(checks: Sequence[CheckRecord], label: str) -> Html:
@@ -56,7 +65,7 @@ def _table(checks: Sequence[CheckRecord], label: str) -> Html:
         outcome = badge(check.outcome, TONES[check.outcome])
         row = (el("th", check.subject, scope="row"), *(el("td", cell) for cell in (measured, check.expected, outcome)))
         rows.append(el("tr", *row))
-        if check.detail:
+        if check.detail and check.outcome != "fails":  # notices explain what fails
             rows.append(el("tr", el("td", check.detail, colspan=4, class_="meaning")))
     head = el("tr", *(el("th", name, scope="col") for name in ("subject", "measured", "expected", "outcome")))
     return scroll(label, el("table", el("thead", head), el("tbody", *rows), class_="checks"))

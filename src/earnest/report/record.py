@@ -234,6 +234,11 @@ class CheckRecord(Record):
     outcome: LawOutcome
     detail: str = ""
 
+    @property
+    def during_training(self) -> bool:
+        """Whether the watch added it at the end of the run, and not the check before the first step."""
+        return "during training" in self.subject
+
 
 class VerdictRecord(Record):
     """verdict.json."""

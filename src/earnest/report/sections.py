@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from earnest.report import curves
 from earnest.report.blocks import badge, none, note, scroll, section
 from earnest.report.curves import Chart
-from earnest.report.markup import Html, el, join, number
-from earnest.report.record import Run
-from earnest.report.watch import FALLING, RunWatch
+from earnest.report.markup import Child, Html, el, join, number
+from earnest.report.record import EventRecord, Run
+from earnest.report.watch import FALLING, FALLING_IF, RunWatch
 
 
 def figure(chart: Chart, large: bool = False) -> Html:
@@ -145,6 +145,7 @@ def watch(run: Run) -> Html | None:
     rows = [
         _condition(
             streak.condition.name,
+            streak.condition.true_if,
             f"{streak.count} of {len(streak.shown)} steps, at most {streak.longest} in a row"
             if streak.count
             else "no step",
@@ -153,28 +154,40 @@ def watch(run: Run) -> Html | None:
         for streak in found.streaks
     ]
     worse = f"{len(found.worse)} of {len(run.evaluations)} evaluations" if found.worse else "no evaluation"
-    rows.append(_condition(FALLING, worse, found.warned_worse))
-    head = el("tr", *(el("th", name, scope="col") for name in ("condition", "true of", "warned at")))
+    rows.append(_condition(FALLING, FALLING_IF, worse, found.warned_worse))
+    head = el("tr", *(el("th", name, scope="col") for name in ("condition", "true if", "true of", "warned at")))
     table = scroll("Watch", el("table", el("thead", head), el("tbody", *rows), class_="checks"))
-    told = el("ul", *(el("li", text) for text in found.warnings)) if found.warnings else None
+    logged = {event.text for event in run.events}  # these stand under Worth knowing, in full
+    missing = [text for text in found.warnings if text not in logged]
+    told = el("ul", *(el("li", text) for text in missing)) if missing else None
     lead = "Conditions under which a run trains in vain or gets worse; each warns after several steps in a row."
     return section("watch", "Watch", el("p", lead), told, table)
 
 
-def _condition(name: str, seen: str, warned: Sequence[int]) -> Html:
+def _condition(name: str, true_if: str, seen: str, warned: Sequence[int]) -> Html:
     steps = "step " + ", ".join(f"{step:,}" for step in warned)
     outcome = badge(steps, "warn") if warned else badge("never", "good")
-    return el("tr", el("th", name, scope="row"), el("td", seen), el("td", outcome))
+    return el("tr", el("th", name, scope="row"), el("td", true_if), el("td", seen), el("td", outcome))
 
 
 def events(run: Run) -> Html | None:
     if not run.events:
         return None
     rows = (
-        el("li", el("time", event.time), el("span", event.level, class_=f"level {event.level}"), event.text)
+        el("li", el("time", event.time), el("span", event.level, class_=f"level {event.level}"), *_brief(event))
         for event in run.events
     )
     return section("events", "Events", el("ol", *rows, class_="events"))
+
+
+BRIEF = 80
+"""Characters of a warning in the list of events; Worth knowing has the whole text."""
+
+
+def _brief(event: EventRecord) -> list[Child]:
+    if event.level == "info" or len(event.text) <= BRIEF:
+        return [event.text]
+    return [f"{event.text[:BRIEF].rpartition(' ')[0]} … ", el("a", "in full", href="#notices")]
 
 
 def config(run: Run) -> Html:

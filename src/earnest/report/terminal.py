@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from earnest.report.load import load
 from earnest.report.markup import duration, fixed, signed
+from earnest.report.watch import concern
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -28,7 +29,9 @@ def summary(run_dir: str | Path) -> Table:
 
     row("run", f"{header.task} on {header.model} · {header.recipe} · seed {header.seed}", "bold")
     row("objective", header.objective)
-    row("steps", f"{header.steps_done} of {header.steps}, {header.status}, {duration(header.seconds)}")
+    found = concern(run)
+    state = header.status if found is None else f"{header.status} ({found})"
+    row("steps", f"{header.steps_done} of {header.steps}, {state}, {duration(header.seconds)}")
     if change is not None:
         row(
             "held-out" if run.measure == "reward" else f"held-out {run.measure}",

@@ -20,6 +20,9 @@ COLLAPSED = 0.01
 SOLVED = 0.9
 """A policy that is right this often may have a low entropy."""
 
+RANDOM = 0.9
+"""Of ln(vocabulary), the entropy of uniformly random tokens: above this share the policy writes nearly random ones."""
+
 UNCHANGED = 1e-7
 """A loss that changes by less than this fraction of itself is computed from the same weights on the same rows, or is
 constant."""
@@ -74,6 +77,18 @@ def _collapsed(step: StepRecord, _: StepRecord | None) -> str | None:
     return f"sampled with an entropy of {entropy:.2g} nats per token, so the policy explores nothing"
 
 
+def _random(step: StepRecord, _: StepRecord | None) -> str | None:
+    entropy, highest = step.metrics.get("entropy"), step.metrics.get("entropy_of_random_tokens")
+    if (
+        entropy is None
+        or highest is None
+        or entropy < RANDOM * highest
+        or (step.metrics.get("correct") or 0.0) >= SOLVED
+    ):
+        return None
+    return f"sampled with an entropy of {entropy:.2g} nats per token, near the {highest:.2g} of random tokens"
+
+
 def _cut_off(step: StepRecord, _: StepRecord | None) -> str | None:
     return "cut off every completion at sampling.max_new_tokens" if step.metrics.get("cut_off") == 1 else None
 
@@ -96,35 +111,83 @@ def _constant(step: StepRecord, before: StepRecord | None) -> str | None:
 class Condition:
     """``found(step, the step before it)`` is what a step shows, as the predicate of a sentence, or None.
 
-    ``steps`` in a row make a warning. ``fails``: a warning is also a row of the verdict that fails.
+    ``steps`` in a row make a warning. ``true_if`` is the condition in words, as in docs/runs.md. ``fails``: a warning
+    is also a row of the verdict that fails.
     """
 
     name: str
     steps: int
     found: Callable[[StepRecord, StepRecord | None], str | None]
+    true_if: str
     advice: str
     fails: bool = True
 
 
-NOTHING = Condition("nothing to learn from", 3, _nothing, WAY_OUT)
+NOTHING = Condition(
+    "nothing to learn from",
+    3,
+    _nothing,
+    "no spread of rewards, a gradient of exactly 0, a learning rate of 0, or no row for any term",
+    WAY_OUT,
+)
 CONDITIONS = (
     NOTHING,
-    Condition("no spread of rewards", 3, _no_spread, WAY_OUT),
-    Condition("rewards at their maximum", 10, _saturated, "Stop here, or train on harder prompts.", fails=False),
-    Condition("collapsed entropy", 5, _collapsed, EXPLORE),
-    Condition("identical completions", 3, _identical, EXPLORE),
+    Condition(
+        "no spread of rewards",
+        3,
+        _no_spread,
+        "no two completions of a prompt differ in their reward, and other terms still train; a step whose gradient is "
+        "0 as well counts as nothing to learn from",
+        WAY_OUT,
+    ),
+    Condition(
+        "rewards at their maximum",
+        10,
+        _saturated,
+        "every completion is correct",
+        "Stop here, or train on harder prompts.",
+        fails=False,
+    ),
+    Condition(
+        "collapsed entropy",
+        5,
+        _collapsed,
+        f"less than {COLLAPSED:g} nats per token, and less than {SOLVED:.0%} correct",
+        EXPLORE,
+    ),
+    Condition(
+        "entropy near that of random tokens",
+        5,
+        _random,
+        f"more than {RANDOM:g} × ln(vocabulary) nats per token, and less than {SOLVED:.0%} correct",
+        "Lower optimizer.lr, or go back to an earlier checkpoint; a model at initialization needs supervised training "
+        "first.",
+    ),
+    Condition(
+        "identical completions",
+        3,
+        _identical,
+        f"each prompt's completions are the same, and less than {SOLVED:.0%} are correct",
+        EXPLORE,
+    ),
     Condition(
         "completions cut off",
         3,
         _cut_off,
+        "no completion ends before sampling.max_new_tokens",
         "Raise sampling.max_new_tokens, or reward short answers that end by themselves.",
         fails=False,
     ),
     Condition(
-        "constant loss", 5, _constant, "Look whether the rows of the steps differ, and whether any weight changes."
+        "constant loss",
+        5,
+        _constant,
+        f"the loss differs from the last step's by less than {UNCHANGED:g} of itself; not for policy gradients",
+        "Look whether the rows of the steps differ, and whether any weight changes.",
     ),
 )
 FALLING = "falling held-out result"
+FALLING_IF = f"an evaluation is worse than the best one by more than {FALL:g} standard errors of the difference"
 ADVICE = {condition.name: condition.advice for condition in CONDITIONS} | {
     FALLING: "Lower optimizer.lr, keep the best checkpoint, or use more data."
 }
@@ -245,6 +308,16 @@ class RunWatch:
             for streak in self.streaks[1:]
             if streak.warned and streak.condition.fails
         ]
+
+
+def concern(run: Run) -> str | None:
+    """What a reader of the run's status should know: laws that failed, else what the watch found; None if nothing."""
+    failed = 0 if run.verdict is None else run.verdict.count("fails")
+    if failed:
+        return "1 law failed" if failed == 1 else f"{failed} laws failed"
+    found = RunWatch.of(run)
+    names = [streak.condition.name for streak in found.streaks if streak.warned and streak.condition.fails]
+    return ", ".join([*names, *([FALLING] if found.warned_worse else [])]) or None
 
 
 def fallen(lines: Sequence[StepRecord | EvalRecord]) -> str | None:

@@ -31,7 +31,8 @@ class Sample(Protocol):
 
 
 def describe(attempts: Sequence[Attempt]) -> dict[str, float]:
-    """Metrics besides the reward: lengths, groups of equal rewards, and the numbers that graders return."""
+    """Metrics besides the reward: lengths, the share of prompts whose completions all have the same reward
+    (``groups_without_spread``), and the numbers that graders return."""
     if not attempts:
         return {}
     rewards: dict[int, set[float]] = defaultdict(set)
@@ -41,7 +42,7 @@ def describe(attempts: Sequence[Attempt]) -> dict[str, float]:
         "correct": _mean([a.grade.correct for a in attempts]),
         "completion_tokens": _mean([len(a.rollout.tokens) for a in attempts]),
         "cut_off": _mean([a.rollout.finish == "length" for a in attempts]),
-        "zero_variance_groups": float(sum(len(r) == 1 for r in rewards.values())),
+        "groups_without_spread": _mean([len(r) == 1 for r in rewards.values()]),
         "grader_errors": float(sum("error" in a.grade.extras for a in attempts)),
     }
     metrics |= _conversations([a.rollout for a in attempts if isinstance(a.rollout, Trajectory)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -26,6 +27,8 @@ def step_line(
     if collected.attempts:
         line["reward"] = reward_summary(collected.attempts)
     line |= {"metrics": collected.metrics | _sampled(collected.attempts), "seconds": seconds}
+    if "entropy" in line["metrics"]:
+        line["metrics"]["entropy_of_random_tokens"] = math.log(len(engine.policy.tokenizer))
     if isinstance(done, StepReport):
         return _trained(line, done, objective, engine.learning_rate)
     nothing: dict[str, Any] = {"loss": None, "terms": {}, "grad_norm": None, "update_norm": None, "lr": None}
@@ -35,17 +38,15 @@ def step_line(
 
 def _sampled(attempts: Sequence[Attempt]) -> dict[str, float]:
     """``entropy``: minus the mean log-prob of the sampled tokens, an estimate of the sampling distribution's entropy in
-    nats per token. ``groups_without_spread``: the share of prompts whose completions all have the same reward.
-    ``groups_identical``: the share of prompts whose completions are all the same, where a prompt has several."""
+    nats per token. ``groups_identical``: the share of prompts whose completions are all the same, where a
+    prompt has several."""
     if not attempts:
         return {}
     logprobs = [lp for a in attempts for lp in a.rollout.logprobs]
-    rewards: dict[int, set[float]] = defaultdict(set)
     texts: dict[int, set[tuple[int, ...]]] = defaultdict(set)
     for a in attempts:
-        rewards[a.rollout.prompt_index].add(a.grade.reward)
         texts[a.rollout.prompt_index].add(tuple(a.rollout.tokens))
-    found = {"groups_without_spread": sum(len(r) == 1 for r in rewards.values()) / len(rewards)}
+    found: dict[str, float] = {}
     if len(attempts) > len(texts):
         found["groups_identical"] = sum(len(t) == 1 for t in texts.values()) / len(texts)
     return found | ({"entropy": -sum(logprobs) / len(logprobs)} if logprobs else {})

@@ -39,7 +39,9 @@ class Repeated:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         yield ""
-        yield compare.terminal(compare.runs_of([place_of(self.folder, seed) for seed in self.seeds]))
+        runs = compare.runs_of([place_of(self.folder, seed) for seed in self.seeds])
+        columns = [name for name in compare.NARROW if name != "vs. first"]  # no seed is the one to compare with
+        yield compare.terminal(runs, columns)
         yield Text(f"{'page':<16} {self.page}", no_wrap=True, overflow="ignore")
 
 

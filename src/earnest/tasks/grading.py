@@ -74,7 +74,8 @@ def grade_all(
 
     A grading that raises, returns no finite reward, or takes longer than ``time_limit`` seconds counts as reward 0 and
     has its error in ``extras["error"]``. Each distinct error is logged once, with its count, its place in the user's
-    code and one of its prompts. When more than ``max_error_share`` of the gradings raise, ``GraderErrors`` ends the run.
+    code and one of its prompts. When more than ``max_error_share`` of the gradings raise, ``GraderErrors`` ends the
+    run.
     """
     if len(prompts) != len(completions):
         raise TaskError(

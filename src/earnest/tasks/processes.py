@@ -39,8 +39,8 @@ _LIBRARIES = tuple(sysconfig.get_paths()[kind] for kind in ("stdlib", "purelib",
 
 
 def raised_at(error: Exception) -> str:
-    """" (my_rewards.py:12, in score)": the last line of the user's own code that the error passed through, or else of a
-    library; "" if it was raised by earnest."""
+    """The last line of the user's own code that the error passed through, or else of a library, in brackets after a
+    space: " (my_rewards.py:12, in score)". Nothing if earnest raised it."""
     if (kept := getattr(error, RAISED_AT, None)) is not None:
         return str(kept)
     frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((_EARNEST, "<"))]
