@@ -181,7 +181,8 @@ def check(config: RunConfig, console: Console | None = None, *, quick: bool = Fa
             found += conversation_verdict(setup)
         if setup.task is None or is_environment(setup.task) or built_in(setup.task):
             return found
-        return replace(found, findings=(*audit_grader(setup.task).findings, *found.findings))
+        title = f"the grader of {setup.task.name} and the training step, checked"
+        return replace(found, findings=(*audit_grader(setup.task).findings, *found.findings), title=title)
     finally:
         setup.close()
 
