@@ -37,7 +37,8 @@ SICK: dict[str, list[StepRecord]] = {
     "rewards at their maximum": [step(n, correct=1.0, learned_nothing="x", entropy=0.0) for n in range(1, 11)],
     "collapsed entropy": [step(n, entropy=0.002) for n in range(1, 6)],
     "entropy near that of random tokens": [
-        step(n, entropy=5.2, entropy_of_random_tokens=5.6, correct=0.0) for n in range(1, 6)
+        step(1),
+        *(step(n, entropy=5.2, entropy_of_random_tokens=5.6, correct=0.0) for n in range(2, 7)),
     ],
     "identical completions": [step(n, groups_identical=1.0) for n in range(1, 4)],
     "completions cut off": [step(n, cut_off=1.0) for n in range(1, 4)],
@@ -80,9 +81,19 @@ def test_the_table_of_conditions_is_tested_completely() -> None:
         [step(n, correct=0.95, entropy=0.005, groups_identical=1.0) for n in range(1, 20)],
         [step(n, terms="distill", loss=1 / n, groups_without_spread=1.0) for n in range(1, 20)],
         [step(n, terms="grpo barrier", loss=0.0) for n in range(1, 20)],
+        [step(n, entropy=5.5, entropy_of_random_tokens=5.6) for n in range(1, 20)],
+        [step(1), *(step(n, entropy=5.0, entropy_of_random_tokens=5.6) for n in range(2, 20))],
         [step(n, terms="sft", loss=2.5 * (1 - 1e-5) ** n) for n in range(1, 20)],
     ],
-    ids=["nearly solved", "a good policy is certain", "no term reads rewards", "an inactive barrier", "a small rate"],
+    ids=[
+        "nearly solved",
+        "a good policy is certain",
+        "no term reads rewards",
+        "an inactive barrier",
+        "random from the start",
+        "varied text",
+        "a small rate",
+    ],
 )
 def test_what_looks_alike_and_is_healthy_gives_no_warning(steps: list[StepRecord]) -> None:
     assert RunWatch(steps).warnings == []

@@ -51,65 +51,64 @@ def _surrogate(step: StepRecord) -> bool:
     return any(term.surrogate for term in step.terms.values())
 
 
-def _nothing(step: StepRecord, _: StepRecord | None) -> str | None:
+def _nothing(step: StepRecord, _: Sequence[StepRecord]) -> str | None:
     if step.learned_nothing is None or _solved(step):
         return None
     return f"learned nothing, because {step.learned_nothing}"
 
 
-def _no_spread(step: StepRecord, _: StepRecord | None) -> str | None:
+def _no_spread(step: StepRecord, _: Sequence[StepRecord]) -> str | None:
     flat = step.metrics.get("groups_without_spread") == 1 and _surrogate(step) and not _solved(step)
     if not flat or step.learned_nothing is not None:
         return None
     return "trained the other terms only, because no two completions of a prompt differ in their reward"
 
 
-def _saturated(step: StepRecord, _: StepRecord | None) -> str | None:
+def _saturated(step: StepRecord, _: Sequence[StepRecord]) -> str | None:
     if not _solved(step) or not (_surrogate(step) or not step.terms):
         return None
     return "had correct completions only, so their rewards leave nothing to learn"
 
 
-def _collapsed(step: StepRecord, _: StepRecord | None) -> str | None:
+def _collapsed(step: StepRecord, _: Sequence[StepRecord]) -> str | None:
     entropy, correct = step.metrics.get("entropy"), step.metrics.get("correct")
     if entropy is None or entropy >= COLLAPSED or (correct or 0.0) >= SOLVED:
         return None
     return f"sampled with an entropy of {entropy:.2g} nats per token, so the policy explores nothing"
 
 
-def _random(step: StepRecord, _: StepRecord | None) -> str | None:
+def _random(step: StepRecord, before: Sequence[StepRecord]) -> str | None:
     entropy, highest = step.metrics.get("entropy"), step.metrics.get("entropy_of_random_tokens")
-    if (
-        entropy is None
-        or highest is None
-        or entropy < RANDOM * highest
-        or (step.metrics.get("correct") or 0.0) >= SOLVED
-    ):
+    first = before[0].metrics.get("entropy") if before else None
+    if entropy is None or highest is None or first is None or not first < RANDOM * highest < entropy:
+        return None
+    if (step.metrics.get("correct") or 0.0) >= SOLVED:
         return None
     return f"sampled with an entropy of {entropy:.2g} nats per token, near the {highest:.2g} of random tokens"
 
 
-def _cut_off(step: StepRecord, _: StepRecord | None) -> str | None:
+def _cut_off(step: StepRecord, _: Sequence[StepRecord]) -> str | None:
     return "cut off every completion at sampling.max_new_tokens" if step.metrics.get("cut_off") == 1 else None
 
 
-def _identical(step: StepRecord, _: StepRecord | None) -> str | None:
+def _identical(step: StepRecord, _: Sequence[StepRecord]) -> str | None:
     if step.metrics.get("groups_identical") != 1 or (step.metrics.get("correct") or 0.0) >= SOLVED:
         return None
     return "sampled the same completion every time for each prompt"
 
 
-def _constant(step: StepRecord, before: StepRecord | None) -> str | None:
-    if before is None or step.loss is None or before.loss is None or not step.terms or _surrogate(step):
+def _constant(step: StepRecord, before: Sequence[StepRecord]) -> str | None:
+    last = before[-1].loss if before else None
+    if step.loss is None or last is None or not step.terms or _surrogate(step):
         return None
-    if abs(step.loss - before.loss) > UNCHANGED * max(abs(step.loss), abs(before.loss)):
+    if abs(step.loss - last) > UNCHANGED * max(abs(step.loss), abs(last)):
         return None
     return f"left the loss at {step.loss:.6g}"
 
 
 @dataclass(frozen=True)
 class Condition:
-    """``found(step, the step before it)`` is what a step shows, as the predicate of a sentence, or None.
+    """``found(step, the steps before it)`` is what a step shows, as the predicate of a sentence, or None.
 
     ``steps`` in a row make a warning. ``true_if`` is the condition in words, as in docs/runs.md. ``fails``: a warning
     is also a row of the verdict that fails.
@@ -117,7 +116,7 @@ class Condition:
 
     name: str
     steps: int
-    found: Callable[[StepRecord, StepRecord | None], str | None]
+    found: Callable[[StepRecord, Sequence[StepRecord]], str | None]
     true_if: str
     advice: str
     fails: bool = True
@@ -159,9 +158,9 @@ CONDITIONS = (
         "entropy near that of random tokens",
         5,
         _random,
-        f"more than {RANDOM:g} × ln(vocabulary) nats per token, and less than {SOLVED:.0%} correct",
-        "Lower optimizer.lr, or go back to an earlier checkpoint; a model at initialization needs supervised training "
-        "first.",
+        f"more than {RANDOM:g} × ln(vocabulary) nats per token, unless the first step has it too, and less than "
+        f"{SOLVED:.0%} correct",
+        "Lower optimizer.lr, or go back to an earlier checkpoint.",
     ),
     Condition(
         "identical completions",
@@ -203,7 +202,7 @@ class Streak:
     warned: list[int] = field(default_factory=list)
     """The steps at which it warned."""
 
-    def add(self, step: StepRecord, before: StepRecord | None) -> str | None:
+    def add(self, step: StepRecord, before: Sequence[StepRecord]) -> str | None:
         """Add a step; a sentence if it completes a sequence of ``condition.steps`` steps."""
         k = self.condition.steps
         self.steps.append(step.step)
@@ -242,7 +241,7 @@ class RunWatch:
         self.advice = ADVICE | dict(advice or {})
         self.warnings: list[str] = []
         self.lines: list[StepRecord | EvalRecord] = []
-        self._before: StepRecord | None = None
+        self._before: list[StepRecord] = []
         self._fell = False
         self.worse: list[int] = []
         self.warned_worse: list[int] = []
@@ -270,7 +269,7 @@ class RunWatch:
         else:
             pairs = [(streak, streak.add(line, self._before)) for streak in self.streaks]
             found = [f"{what}. {self.advice[s.condition.name]}" for s, what in pairs if what is not None]
-            self._before = line
+            self._before.append(line)
         self.warnings += found
         return found
 
