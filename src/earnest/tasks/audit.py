@@ -125,10 +125,7 @@ def _verdict(task: Task, probes: Sequence[_Probe], second: Sequence[Grade | Exce
         found("leak", bad, len(answered), f"{len(leaked)} of {len(answered)} prompts", f"less than {LEAK_SHARE:.0%}",
               "the answer stands in the prompt, at the same place, so a policy can copy it")
     )  # fmt: skip
-    applied = [finding for finding in findings if finding.outcome != "not applicable"]
-    passed = applied and all(finding.outcome == "holds" for finding in applied)
-    notes = (f"all {len(applied)} checks that apply to this grader hold",) if passed else ()
-    return Verdict(tuple(findings), notes=notes, title=f"the grader of {task.name}, checked")
+    return Verdict(tuple(findings), title=f"the grader of {task.name}, checked")
 
 
 def built_in(task: Task) -> bool:
