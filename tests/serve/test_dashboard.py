@@ -78,6 +78,7 @@ def test_chat_feedback_version_rollback(browser: Browser, live: Live, adapter: A
         row = page.locator('[data-version="1"]')
         expect(row.get_by_text("gate holds")).to_be_visible()
         expect(row.get_by_text("audit holds")).to_be_visible()
+        expect(row.get_by_text("gate: 4 checks, 0 failed, 1 not applicable (held-out margin)")).to_be_visible()
         row.locator("summary", has_text="loss, step by step").click()
         expect(row.locator(".plot path.curve")).to_have_attribute("d", re.compile("^M[^N]*$"))
         assert live.state.store.adapter(name).live == 1
@@ -270,3 +271,21 @@ def test_roll_back_is_for_older_versions_only(browser: Browser, live: Live, adap
         expect(newer.get_by_role("button", name="Make it live again")).to_be_visible()
         expect(newer.get_by_role("button", name="Roll back")).to_have_count(0)
         expect(base.get_by_role("button", name="Roll back")).to_be_visible()
+        plots = [plot.bounding_box() for plot in page.locator("#version-curves .plot").all()]
+        assert len({place["y"] for place in plots if place}) == 1 and len(plots) == 3, "the charts of a row are level"
+
+
+def test_failed_feedback_and_buttons_on_a_phone(browser: Browser, live: Live, adapter: Any) -> None:
+    """Feedback that could not be learned from is in the headline and in health; Show and Delete do not touch."""
+    name = adapter("page/failed")
+    assert live.learned(live.teach(live.chat(name), text="x " * 400))["status"] == "failed"
+    failed = live.get("/health")["failed_feedback"]
+    assert failed >= 1
+    with visiting(browser, live.url, viewport=PHONE) as watched:
+        page = watched.page
+        expect(page.locator("#facts")).to_contain_text(f"{failed} failed")
+        expect(page.locator("#health-list")).to_contain_text("feedback that failed")
+        show, delete = (page.get_by_role("button", name=f"{what} {name}").bounding_box() for what in ("Show", "Delete"))
+        assert show and delete
+        apart = max(delete["x"] - show["x"] - show["width"], delete["y"] - show["y"] - show["height"])
+        assert apart >= 6, "pixels between the two buttons"

@@ -6,6 +6,7 @@ import sqlite3
 import subprocess
 import sys
 import threading
+import uuid
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -100,6 +101,23 @@ def test_the_queue_has_a_limit(store: ServerStore) -> None:
     assert [k for _, k in store.add_feedback(said, "", 3)] == [True] * 3  # known ones are no more load
     with pytest.raises(Conflict):
         store.add_feedback([(NewFeedback("c1", text="other", id="f1"), row)], "", 9)
+
+
+def test_a_list_of_feedback_is_seen_whole_or_not_at_all(store: ServerStore, monkeypatch) -> None:
+    """Another connection, which reads while the rows of one request are written, sees none of them until all are
+    there: so the learner cannot make a version of the first one alone."""
+    adapter = store.create("assistant", {})
+    _given(store)
+    seen: list[int] = []
+    real = uuid.uuid4
+
+    def between() -> uuid.UUID:
+        seen.append(len(store.queued(adapter.id, 99)))
+        return real()
+
+    monkeypatch.setattr(uuid, "uuid4", between)
+    store.add_feedback([(NewFeedback("c1", text=str(i)), adapter) for i in range(8)], "", 100)
+    assert seen == [0] * 8 and len(store.queued(adapter.id, 99)) == 8
 
 
 def test_applied_twice_is_impossible(store: ServerStore) -> None:

@@ -34,6 +34,8 @@ def router(state: State) -> APIRouter:
             found["storage"] = f"nothing can be stored: {failure}"
         if aside := len(state.attempts.set_aside()):
             found["set_aside"] = aside
+        if failed := state.store.failed():
+            found["failed_feedback"] = failed
         if ready and not state.keys.on:
             found["model"] = state.host.policy.describe()
             found["chat"] = state.host.decoder.load()

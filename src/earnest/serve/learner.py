@@ -23,6 +23,7 @@ from torch import Tensor
 
 from earnest.disk import clean
 from earnest.engines import LocalEngine
+from earnest.engines import state as engine_state
 from earnest.engines.micro import Micro
 from earnest.errors import EarnestError
 from earnest.models import SampleSpec
@@ -83,6 +84,12 @@ class Learner:
             if (row := self.state.store.adapter_by_id(number)) is not None:
                 log.error("%s is set aside: %s", row.name, REASON)
                 self.state.bus.publish("learn", row.name, phase="set aside", reason=REASON)
+        for row in self.state.store.adapters():
+            try:
+                config = learning.overridden(self.config, row.learn)
+                learning.check_adapter(row, learning.made_with(self.state.store, row), config)
+            except EarnestError as error:
+                log.error("%s cannot learn: %s", row.name, error)
         self._event.set()  # feedback may be queued from an earlier process
         self._thread.start()
 
@@ -147,16 +154,14 @@ class Learner:
         """False where the same update is to be tried again later; feedback that cannot be learned from fails with the
         reason."""
         state = self.state
-        feedback = state.store.queued(row.id, 1 if row.id in self._alone else self.config.batch)
+        feedback = state.store.queued(row.id, 1)
         if not feedback:  # cancelled or deleted since
             return True
         try:
             config = learning.overridden(self.config, row.learn)
-            if row.id not in self._alone:
-                feedback = state.store.queued(row.id, config.batch)
+            if feedback[0].seq > self._alone.get(row.id, 0):
+                feedback = state.store.queued(row.id, config.batch) or feedback
             self._learn(row, config, feedback)
-            if self._alone.get(row.id, 0) <= feedback[-1].seq:
-                self._alone.pop(row.id, None)
             self._later.pop(row.id, None)
         except Cancelled:
             state.bus.publish("learn", row.name, phase="cancelled", feedback=[f.id for f in feedback])
@@ -176,6 +181,8 @@ class Learner:
                 self._alone[row.id] = feedback[-1].seq
                 return True
             reason = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
+            if isinstance(error, EarnestError):
+                log.error("an update of %s failed: %s", row.name, reason)
             state.store.settle({f.seq: ("failed", reason) for f in feedback})
             state.bus.publish("learn", row.name, phase="failed", reason=reason, feedback=[f.id for f in feedback])
         return True
@@ -186,6 +193,8 @@ class Learner:
         state = self.state
         objective = config.build_objective()
         found = lessons.gather(state, config, objective, feedback)
+        if failed := sum(status == "failed" for status, _ in found.others.values()):  # a reason may quote a user
+            log.error("%s: %d feedback failed; GET /v1/feedback?adapter=%s has the reason", row.name, failed, row.name)
         if not found.rows:
             state.store.settle(found.others)
             state.bus.publish("learn", row.name, phase="nothing to learn", feedback=[f.id for f in feedback])
@@ -198,13 +207,14 @@ class Learner:
             turn.cancelled = self._cancel.is_set
             try:
                 turn.yield_turn()
-                engine, teacher = self._engine(name, row, parent, config, turn)
+                engine, teacher, notes = self._engine(name, row, config, turn)
                 with state.host.only(engine.adapter):
                     record, verdict, refusal = self._update(
                         row, number, config, objective, engine, teacher, found, turn
                     )
                     record |= {
                         "parent": parent,
+                        "notes": notes,
                         "feedback": [f.id for f, _ in found.taken],
                         "data": [
                             {"feedback": f.id, "completion": c.id, "choice": c.choice, "version": c.version}
@@ -230,7 +240,7 @@ class Learner:
             return
         self.updates += 1
         made = state.store.version(row, number)
-        after = f"after {len(found.taken)} feedback, {record['seconds']:.1f} s"
+        after = "; ".join([f"after {len(found.taken)} feedback, {record['seconds']:.1f} s", *notes])
         if status == "promoted":
             log.info("%s: version %d is live (%s)", row.name, number, after)
         else:
@@ -248,29 +258,39 @@ class Learner:
         )
 
     def _engine(
-        self, name: str, row: AdapterRow, parent: int, config: LearnConfig, turn: Turn
-    ) -> tuple[YieldingEngine, Any]:
-        """A trainable copy of the parent version; the version that answers stays as it is."""
+        self, name: str, row: AdapterRow, config: LearnConfig, turn: Turn
+    ) -> tuple[YieldingEngine, Any, list[str]]:
+        """A trainable copy of the live version, its teacher, and what does not continue; the version that answers
+        stays as it is."""
+        made = learning.made_with(self.state.store, row)
+        learning.check_adapter(row, made, config)
         how = {"targets": config.adapter.targets, "layers": config.adapter.layers, "seed": config.seed}
         how |= {"modules_to_save": config.adapter.modules_to_save}
         adapter = self.state.host.attach(name, config.adapter.build(), **how)
         if config.teacher.outside:
             raise EarnestError(f"teacher.kind: a server learns with its own policy, not with {config.teacher.kind!r}.")
-        teacher = config.teacher.build(adapter)
         if config.teacher.kind != "live" and "teacher" not in config.build_objective().signals():
             raise EarnestError(f"teacher: no term reads the {config.teacher.kind} teacher; add one that does.")
+        teacher = config.teacher.build(adapter)
+        averages, same = isinstance(teacher, EMATeacher), learning.same_teacher(made, config)
         engine = YieldingEngine(
             self.state.host.policy,
             adapter,
             config.optimizer.build(),
-            outer=teacher if isinstance(teacher, EMATeacher) else None,
+            outer=teacher if averages and same else None,
             max_grad_norm=config.optimizer.max_grad_norm,
             micro_tokens=config.micro_tokens,
         )
         engine.yield_turn = turn.yield_turn
-        if parent > 0:
-            engine.load(self.state.store.version_folder(row.id, parent) / "engine")
-        return engine, teacher
+        notes: list[str] = []
+        if row.live > 0:
+            folder = self.state.store.version_folder(row.id, row.live) / "engine"
+            if not engine_state.load(engine, folder, own_settings=True):
+                notes.append("the optimizer's settings changed, so its state starts anew")
+        if averages and not same:
+            engine.outer = teacher = config.teacher.build(adapter)
+            notes.append(f"the teacher's settings changed, so its average starts from version {row.live}'s weights")
+        return engine, teacher, notes
 
     def _update(
         self,

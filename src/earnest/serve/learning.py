@@ -11,7 +11,9 @@ from pydantic import Field, model_validator
 
 from earnest.config.schema import AdapterConfig, OptimizerConfig, Strict, TeacherConfig, TermConfig, Whole
 from earnest.errors import ConfigError
+from earnest.serve.rows import AdapterRow
 from earnest.serve.settings import LearnLimits
+from earnest.serve.store import PUSHED, ServerStore
 
 PROMPTS = (
     "Hello!",
@@ -135,6 +137,32 @@ def check_limits(config: LearnConfig, own: LearnConfig, limits: LearnLimits) -> 
         most = max(getattr(limits, name), served[name])
         if size > most:
             raise ConfigError(f"learn: {name} is {size}; this server allows at most {most}. Set a lower value.")
+
+
+def made_with(store: ServerStore, row: AdapterRow) -> Mapping[str, Any]:
+    """The settings that the live version was made with; none for version 0 and for an adapter that was pushed."""
+    known = row.live > 0 and row.origin != PUSHED
+    found: Mapping[str, Any] = store.version(row, row.live).record.get("config", {}) if known else {}
+    return found
+
+
+def check_adapter(row: AdapterRow, made: Mapping[str, Any], config: LearnConfig) -> None:
+    """Refuse settings of another adapter than the live version's (``made``: its settings; empty: any will do)."""
+    old = AdapterConfig.model_validate(made["adapter"]).model_dump() if made else {}
+    new = config.adapter.model_dump()
+    other = [key for key in {**old, **new} if old.get(key) != new.get(key)] if made else []
+    if other:
+        raise ConfigError(
+            f"version {row.live} of {row.name} was made with adapter.{other[0]} {old.get(other[0])}, the settings have "
+            f"{new.get(other[0])}, and each version continues the weights of the one before; give the earlier adapter "
+            "in --learn, make a new adapter for the new settings, or begin again from the base with "
+            f'POST /v1/adapters/{row.name}/rollback {{"version": 0}}.'
+        )
+
+
+def same_teacher(made: Mapping[str, Any], config: LearnConfig) -> bool:
+    """Whether the teacher's settings are those that a version was ``made`` with; empty: nothing is there to differ."""
+    return not made or TeacherConfig.model_validate(made["teacher"]) == config.teacher
 
 
 def _sizes(config: LearnConfig) -> dict[str, int]:

@@ -390,6 +390,10 @@ class ServerStore:
 
         return self.db.write(work)
 
+    def failed(self) -> int:
+        """How many feedbacks of all adapters could not be learned from."""
+        return int(self.db.read("SELECT COUNT(*) FROM feedback WHERE status = 'failed'")[0][0])
+
     def counts(self, adapter: int) -> dict[str, int]:
         """How many feedbacks are in each state."""
         rows = self.db.read("SELECT status, COUNT(*) AS n FROM feedback WHERE adapter = ? GROUP BY status", (adapter,))

@@ -50,9 +50,9 @@ function line(a) {
     el("td", {}, `version ${a.live}`, a.pinned ? ", pinned" : ""),
     el("td", {}, String(a.versions.length)),
     el("td", {}, `${a.feedback.applied} learned from${held}${waiting}${failed} `, a.set_aside ? badge("bad", "learning set aside") : null),
-    el("td", {}, el("button", { type: "button", "data-key": "show-" + a.name, "aria-pressed": String(a.name === app.chosen), "aria-label": `Show ${a.name}`, onclick: () => app.choose(a.name) }, "Show"), " ",
-      a.set_aside ? el("button", { type: "button", "data-key": "resume-" + a.name, title: a.set_aside, "aria-label": `Resume ${a.name}`, onclick: () => app.act(post(`${at(a.name)}/resume`, {})) }, "Resume") : null, " ",
-      el("button", { type: "button", "data-key": "delete-" + a.name, "aria-label": `Delete ${a.name}`, onclick: () => { if (confirm(`Delete ${a.name}, its versions and its feedback?`)) app.act(remove(at(a.name))); } }, "Delete")));
+    el("td", {}, el("div", { class: "row" }, el("button", { type: "button", "data-key": "show-" + a.name, "aria-pressed": String(a.name === app.chosen), "aria-label": `Show ${a.name}`, onclick: () => app.choose(a.name) }, "Show"),
+      a.set_aside ? el("button", { type: "button", "data-key": "resume-" + a.name, title: a.set_aside, "aria-label": `Resume ${a.name}`, onclick: () => app.act(post(`${at(a.name)}/resume`, {})) }, "Resume") : null,
+      el("button", { type: "button", "data-key": "delete-" + a.name, "aria-label": `Delete ${a.name}`, onclick: () => { if (confirm(`Delete ${a.name}, its versions and its feedback?`)) app.act(remove(at(a.name))); } }, "Delete"))));
 }
 
 function facts() {
@@ -61,7 +61,7 @@ function facts() {
   $("facts").replaceChildren(
     fact("adapters", String(app.adapters.length)),
     fact("versions", String(app.adapters.reduce((total, a) => total + a.versions.length, 0))),
-    fact("feedback", `${sum("applied")} learned from, ${sum("queued")} waiting`));
+    fact("feedback", [`${sum("applied")} learned from, ${sum("queued")} waiting `, sum("failed") ? badge("bad", `${sum("failed")} failed`) : null]));
 }
 
 async function health() {
@@ -78,6 +78,7 @@ async function health() {
   if ("learning" in found) rows.push(["learning", found.learning ? `${found.learning.adapter}, version ${found.learning.version}: ${found.learning.phase}` : "nothing at the moment"]);
   if (found.storage) rows.push(["storage", badge("bad", found.storage)]);
   if (found.set_aside) rows.push(["learning set aside", badge("bad", plural(found.set_aside, "adapter"))]);
+  if (found.failed_feedback) rows.push(["feedback that failed", badge("bad", String(found.failed_feedback))]);
   if (hasKey()) rows.push(["API key", el("button", { type: "button", "data-key": "forget", onclick: () => { useKey(null); location.reload(); } }, "Forget the key")]);
   keepFocus($("health-list"), () => rows.map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))));
   if (found.status === "loading") setTimeout(() => refresh("health"), 1000);

@@ -90,8 +90,13 @@ function inside(name, r) {
   const steps = r.curve ?? [];
   const own = chart({ title: `loss of version ${r.number}`, series: [{ label: "loss", colour: 0, x: steps.map((_, i) => i + 1), y: steps.map((s) => s.loss) }] });
   const failed = (verdict) => verdict.findings.filter((f) => f.outcome === "fails").length;
-  const table = (title, found) => found.findings?.length ? el("details", { "data-key": `${title}-${name}-${r.number}`, open: failed(found) > 0 }, el("summary", {}, `${title}: ${plural(found.findings.length, "check")}, ${failed(found)} failed`), findings(found.findings)) : null;
+  const skipped = (verdict) => {
+    const names = verdict.findings.filter((f) => f.outcome === "not applicable").map((f) => f.law === "gate" ? f.subject : `${f.law} · ${f.subject}`);
+    return names.length ? `, ${names.length} not applicable${names.length > 3 ? "" : ` (${names.join(", ")})`}` : "";
+  };
+  const table = (title, found) => found.findings?.length ? el("details", { "data-key": `${title}-${name}-${r.number}`, open: failed(found) > 0 }, el("summary", {}, `${title}: ${plural(found.findings.length, "check")}, ${failed(found)} failed${skipped(found)}`), findings(found.findings)) : null;
   return el("div", {},
+    r.notes?.length ? el("p", { class: "note" }, `${r.notes.join("; ")}.`) : null,
     table("gate", r.gate), table("audit", r.audit),
     own ? el("details", { "data-key": `curve-${name}-${r.number}` }, el("summary", {}, "loss, step by step"), own) : null);
 }
