@@ -87,6 +87,7 @@ CHECKPOINTED = "engine.checkpoint_activations=true"
 # model, name, GPUs, bytes of each, settings
 PAPER: list[tuple[dict[str, Any], str, int, int, list[str]]] = [
     (SEVEN, "7B", 1, 80, []),
+    (SEVEN, "7B", 1, 24, ["dtype=nf4", CHECKPOINTED, "sampling.prompts_per_step=2", "eval.prompts=2"]),
     (SEVEN, "7B", 8, 80, ["engine.replicate=8"]),
     (SEVEN, "7B", 8, 24, ["engine.shard=8", CHECKPOINTED]),
     (SEVEN, "7B", 32, 80, ["engine.replicate=32"]),
