@@ -237,5 +237,5 @@ def runs(folder: Path) -> Listing:
         place, head = str(run.folder.relative_to(folder)), run.header
         steps = f"{head.steps_done}/{head.steps}"
         row = (place, head.task, head.status, concern(run) or "", steps, run.measure, *[*numbers, "", "", ""][:3])
-        table.add(*row, started[5:16])
+        table.add(*row, started[5:16].replace("T", " "))
     return table
