@@ -13,7 +13,7 @@ from earnest.config.schema import RunConfig
 
 ADVICE = re.compile(
     r"\b(?:[Rr]aise|[Ll]ower|[Ss]et|[Ii]ncrease|[Rr]educe|[Cc]hange|[Ll]eave) "
-    r"([a-z]+(?:_[a-z]+)+\b(?!\.)|[a-z]+(?:\.[a-z_]+)+)"
+    r"([a-z]+(?:_[a-z]+)+\b(?!\.[a-z])|[a-z]+(?:\.[a-z_]+)+)"
 )
 ELSEWHERE = {"max_cost": "of earnest replay", "tool_choice": "of a request to the server"}
 """Names that are no keys of a recipe."""
