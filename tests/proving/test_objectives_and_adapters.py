@@ -209,7 +209,7 @@ def test_pairs_that_are_repeated_get_numbers_of_their_own() -> None:
 def test_the_ranks_of_one_process_are_checked_without_a_trace() -> None:
     engine, rows = prepared(torch.float32, 0)
     hooks = len(engine.policy.body._forward_pre_hooks)
-    findings = sharded.check(engine, Objective.of(en.GRPO(clip=0.2)), rows)
+    findings = sharded.check(engine, Objective.of(en.GRPO(clip=0.2)), rows, [])
     found = [next(findings), next(findings)]  # what comes after them updates the engine
     assert [f.outcome for f in found] == ["holds", "holds"], found
     assert len(engine.policy.body._forward_pre_hooks) == hooks

@@ -271,10 +271,13 @@ def _chart(key: str, title: str, names: Sequence[str], points: Sequence[Points],
 
 
 def terminal(runs: Sequence[Run], columns: Sequence[str] = NARROW) -> Group:
-    """The results (these ``COLUMNS``), and the settings in which the runs differ, as tables."""
+    """The results (these ``COLUMNS``), and the settings in which the runs differ, as tables. A measure that all runs
+    share is named once, above."""
     from rich.console import Group
     from rich.table import Table
 
+    measures = sorted({run.measure for run in runs})
+    columns = [name for name in columns if name != "measure" or len(measures) > 1]
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for name in columns:
         shown.add_column(name, overflow="fold", no_wrap=name != "run")
@@ -284,11 +287,12 @@ def terminal(runs: Sequence[Run], columns: Sequence[str] = NARROW) -> Group:
             cells["run"] += f" ({cells['status'].removeprefix('finished, ')})"
         shown.add_row(*(cells[name] for name in columns), style="bold" if not cells["status"] else "")
     found = differing(runs)
+    above = [f"measure: {measures[0]}"] if len(measures) == 1 else []
     if not found or only_seeds(runs):
-        return Group(shown)
+        return Group(*above, shown)
     settings = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for name in ("setting", *labels(runs)):
         settings.add_column(name, overflow="fold")
     for key, values in found:
         settings.add_row(key, *(_short(value) for value in values))
-    return Group(shown, "", settings)
+    return Group(*above, shown, "", settings)
