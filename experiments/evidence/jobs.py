@@ -32,11 +32,13 @@ def main(
     parser = argparse.ArgumentParser(prog=f"python -m experiments.evidence.{name}")
     parser.add_argument("--out", type=Path, default=Path("runs/evidence") / name, help="folder of the finished jobs")
     parser.add_argument("--only", default="", help="train only jobs whose name contains this text")
+    parser.add_argument("--anew", action="store_true", help="train also the jobs that are in the stored results")
     parser.add_argument("--table", action="store_true", help="print the tables of the stored results")
     args = parser.parse_args(arguments)
     stored = RESULTS / f"{name}.json"
     if not args.table:
-        write_json(stored, gather(jobs(args.out), args.out, args.only))
+        kept = json.loads(stored.read_text())["jobs"] if stored.exists() and not args.anew else []
+        write_json(stored, gather(jobs(args.out), args.out, args.only, kept))
     found = json.loads(stored.read_text())
     if not found["jobs"]:
         raise SystemExit(f"no job of {name} is finished; missing: {', '.join(found['missing'])}")
@@ -47,10 +49,17 @@ def main(
     print(f"\nmissing jobs: {', '.join(found['missing']) or 'none'}")
 
 
-def gather(jobs: Jobs, out: Path, only: str) -> Record:
-    """Train the jobs that are not there yet; the records of all that are, and the names of the others."""
+def gather(jobs: Jobs, out: Path, only: str, kept: Sequence[Record] = ()) -> Record:
+    """Train the jobs that are not there yet; the records of all that are, and the names of the others.
+
+    A job is there if ``out`` has its file, or if ``kept`` (results of another machine) has its record.
+    """
     out.mkdir(parents=True, exist_ok=True)
     found, missing = [], []
+    for record in kept:
+        path = out / f"{record['job']}.json"
+        if record["job"] in jobs and not path.exists():
+            write_json(path, record)
     for name, make in jobs.items():
         path = out / f"{name}.json"
         if not path.exists() and only in name:

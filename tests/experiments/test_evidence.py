@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,15 @@ def test_a_finished_job_is_kept_and_only_the_named_ones_are_trained(tmp_path: Pa
     again = gather(jobs, tmp_path, "")
     assert made == ["a1", "a2", "b1"] and not again["missing"]
     assert [r["value"] for r in again["jobs"]] == [1, 2, 3]
+
+
+def test_a_job_in_the_stored_results_is_not_trained_again(tmp_path: Path) -> None:
+    """On a new machine ``out`` is empty; the stored results are all that is left of earlier sessions."""
+    trained: list[str] = []
+    jobs = {name: partial(lambda name: trained.append(name) or {"value": 1}, name) for name in ("a", "b")}
+    found = gather(jobs, tmp_path, "", [{"job": "a", "value": 7}, {"job": "of an old design", "value": 9}])
+    assert trained == ["b"]
+    assert [(r["job"], r["value"]) for r in found["jobs"]] == [("a", 7), ("b", 1)]
 
 
 def test_the_onset_by_hand() -> None:
