@@ -46,7 +46,7 @@ def find(name: str) -> Experiment:
 
 def check(data: dict[str, Any], overrides: list[str], *, quick: bool, console: Console) -> Verdict:
     """Prove the steps of an experiment without training it."""
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
     from earnest.runs.progress import laws_on
 
     experiment = find(data["experiment"])
@@ -58,7 +58,7 @@ def check(data: dict[str, Any], overrides: list[str], *, quick: bool, console: C
 def run(name: str, data: dict[str, Any], overrides: list[str], *, full: bool, resume: bool, console: Console) -> Path:
     """Check the config, write it to the folder, and do what is left to do there."""
     from earnest.config import text
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
     from earnest.runs.folder import default_place, require_free
 
     experiment = find(data["experiment"])

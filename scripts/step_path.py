@@ -30,7 +30,7 @@ CLOSED = {
     ("adapters/adapter.py", "Adapter.merged"),
     ("adapters/adapter.py", "Adapter.save"),
     ("adapters/attach.py", "attach"),
-    ("config/load.py", "dump"),
+    ("config/loading.py", "dump"),
     ("engines/local.py", "LocalEngine.__init__"),
     ("models/loading.py", "load"),
     ("models/policy.py", "Policy.hidden"),

@@ -76,14 +76,14 @@ def run(
     from rich.console import Console
 
     from earnest import runs
-    from earnest.config import from_mapping, recipes
-    from earnest.runs import repeat
+    from earnest.config import recipes
 
     out = Console()
     if replay:
         out.print(runs.replay(Path(recipe), overrides or [], out))
         return
-    name, data = (recipe, {}) if resume and not recipes.is_recipe(recipe) else recipes.read(recipe)
+    from_folder = resume and not recipes.is_recipe(recipe)
+    name, data = (recipe, {}) if from_folder else recipes.read(recipe, overrides or [])
     if "experiment" in data:
         experiments = recipes.experiments(name)
         page = experiments.run(name, data, overrides or [], full=full, resume=resume, console=out)
@@ -91,6 +91,9 @@ def run(
         return
     if full:
         raise EarnestError(f"--full: {recipe} is one run and has no longer form; leave it out, or raise steps=.")
+    from earnest.config import from_mapping
+    from earnest.runs import repeat
+
     if resume:
         from earnest.diloco import launch
 
@@ -131,10 +134,13 @@ def data(
     as_json: Annotated[bool, typer.Option("--json", help="Print the counts and problems as JSON.")] = False,
 ) -> None:
     """Show what would be trained on: layout, trained tokens, lengths, duplicates, leakage, problems by line."""
+    from earnest.data import reading
+
+    if not source.startswith(reading.HUB):
+        reading.files(source)  # raises where there are none
     from rich.console import Console
 
     from earnest.config import data_settings
-    from earnest.data import reading
     from earnest.data.dataset import Dataset
     from earnest.models.loading import load_text
     from earnest.report import data_page
@@ -233,6 +239,8 @@ def export(
     model: Annotated[str | None, typer.Option(help="The base; by default the one that the adapter names.")] = None,
 ) -> None:
     """Write a trained policy for other programs, and compare its logits with the run's."""
+    if not run_dir.is_dir():
+        raise EarnestError(f"there is no folder {run_dir}; give a run folder or its adapter/")
     from rich.console import Console
 
     from earnest.runs.export import Form
@@ -289,7 +297,7 @@ def serve(
         key, entry = make(new_key)
         print(f"{key}\n\nThis key is shown once. Put these lines into the file for --keys:\n\nkeys:\n{entry}")
         return
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
     from earnest.serve.server import run as listen
     from earnest.serve.settings import ServeSettings
 

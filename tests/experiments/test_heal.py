@@ -152,7 +152,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("recipe", ["heal", "heal-smollm2"])
 def test_a_recipe_resolves_to_what_it_spells(recipe: str) -> None:
     """Every default spelt out reads back as the same config: what --resume compares with."""
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
 
     _, data = recipes.read(recipe)
     config = check_mapping(HealConfig, data)

@@ -13,7 +13,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 from torch import Tensor
 
-from earnest.config.load import from_mapping
+from earnest.config.loading import from_mapping
 from earnest.diloco.executors.base import EXECUTORS
 from earnest.diloco.launch import start
 from earnest.engines.checkpoint import read

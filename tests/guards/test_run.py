@@ -11,7 +11,7 @@ from rich.console import Console
 from safetensors.torch import load_file
 
 from earnest.config import RunConfig
-from earnest.config.load import from_mapping
+from earnest.config.loading import from_mapping
 from earnest.config.schema import GuardConfig
 from earnest.errors import ConfigError
 from earnest.guards import Directions

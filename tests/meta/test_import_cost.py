@@ -68,6 +68,52 @@ def test_help_answers_without_torch(words: list[str]) -> None:
     assert not imported & never, imported & never
 
 
+MISTAKES = {
+    ("run", "quickstat"): "recipe 'quickstat' is unknown: did you mean 'quickstart'?",
+    ("run", "missing/recipe.yaml"): "there is no file missing/recipe.yaml",
+    ("run", "quickstart", "stps=3"): "stps: unknown key; did you mean 'steps'?",
+    ("run", "quickstart", "steps"): "'steps' is not an override; write key=value",
+    ("run", "quickstart", "objective.7.clip=1"): "objective is a list",
+    ("audit", "quickstart", "sed=3"): "sed: unknown key; did you mean 'seed'?",
+    ("plan", "quickstat"): "recipe 'quickstat' is unknown",
+    ("data", "missing.jsonl"): "missing.jsonl: there is no such file or folder",
+    ("export", "missing"): "there is no folder missing",
+    ("report", "missing"): "missing: there is no such folder",
+    ("runs", "missing"): "missing is not a folder",
+    ("eval", "missing"): "missing: there is no such run folder",
+}
+
+
+def test_a_mistake_in_the_words_is_found_without_torch(tmp_path: Path) -> None:
+    """In one interpreter, because starting one for each takes half a second."""
+    code = """
+import contextlib, io, json, sys
+from earnest.cli import main
+found = []
+for words in json.loads(sys.argv[1]):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            main(words)
+        except SystemExit as end:
+            found.append([end.code, said.getvalue(), "torch" in sys.modules])
+print(json.dumps(found))
+"""
+    words = [sys.executable, "-c", code, json.dumps(list(MISTAKES))]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, check=True)
+    for (given, sentence), (exit_code, said, torch) in zip(MISTAKES.items(), json.loads(done.stdout), strict=True):
+        assert (exit_code, torch) == (2, False), given
+        assert said.startswith("earnest: ") and sentence in said and said.count("\n") == 1, said
+
+
+def test_the_keys_that_are_read_from_the_source_are_those_of_a_recipe() -> None:
+    from earnest.config import RunConfig
+    from earnest.config.explain import names
+    from earnest.config.overrides import top_keys
+
+    assert sorted(top_keys()) == sorted(names(RunConfig))
+
+
 def test_every_public_name_resolves() -> None:
     code = (
         "import earnest as en\nfor name in en.__all__:\n    getattr(en, name)\nassert set(en.__all__) <= set(dir(en))"

@@ -15,6 +15,7 @@ import earnest
 from earnest.config import RunConfig
 from earnest_audit.laws import LAWS
 from scripts.docs.pages import ROOT
+from tests.report.browser import chromium, opened
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +60,19 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
     for page in site.rglob("*.html"):
         loads = re.findall(r"<(?:script|img|link|iframe)[^>]+(?:src|href)=\"(https?://[^\"]+)", page.read_text())
         assert loads == [], page
+
+
+@pytest.mark.browser
+def test_the_site_reads_and_searches_from_the_disk(site: Path) -> None:
+    with chromium() as browser:
+        with opened(browser, site / "index.html", viewport={"width": 1280, "height": 900}) as watched:
+            watched.page.keyboard.press("/")
+            watched.page.keyboard.type("leave-one-out advantages")
+            first = watched.page.locator(".md-search-result__item").first
+            first.wait_for()
+            assert "Policy gradients" in first.inner_text()
+            assert watched.complaints == [] and [u for u in watched.requests if not u.startswith("file:")] == []
+        with opened(browser, site / "index.html", viewport={"width": 375, "height": 812}) as watched:
+            for page in sorted(site.glob("**/*.html")):
+                watched.page.goto(page.as_uri())
+                assert watched.page.evaluate("document.documentElement.scrollWidth") == 375, page

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from earnest.config.load import check_mapping
+from earnest.config.loading import check_mapping
 from earnest.data import trace_example
 from earnest.errors import ConfigError
 from earnest.replay import pairs as files

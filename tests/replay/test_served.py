@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from earnest.config.load import check_mapping
+from earnest.config.loading import check_mapping
 from earnest.replay import pairs as files
 from earnest.replay.pipeline import count, replay
 from earnest.replay.settings import ReplayConfig

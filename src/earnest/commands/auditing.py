@@ -67,7 +67,7 @@ def audit(
 
 def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
     """The audit of the grader of ``my_task.py:Name``."""
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
     from earnest.config.schema import TaskConfig
     from earnest.tasks import Environment, Task, get_task, is_environment
     from earnest.tasks.audit import audit_grader
@@ -95,7 +95,7 @@ def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
     from rich.console import Console
 
     from earnest import runs
-    from earnest.config import from_mapping, recipes
+    from earnest.config import recipes
 
     if (Path(recipe) / "run.json").is_file():
         raise EarnestError(
@@ -103,10 +103,12 @@ def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
             f"{Path(recipe) / 'config.yaml'}` audits its step again."
         )
     progress = Console(stderr=True)
-    name, data = recipes.read(recipe)
+    name, data = recipes.read(recipe, overrides)
     if "experiment" in data:
         found: Verdict = recipes.experiments(name).check(data, overrides, quick=quick, console=progress)
         return found
+    from earnest.config import from_mapping
+
     return runs.check(from_mapping(data, overrides), progress, quick=quick)
 
 

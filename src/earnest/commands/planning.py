@@ -35,14 +35,8 @@ def plan(
     """Predict memory per device, work and communication of a run; exit 1 if it does not fit."""
     from rich.console import Console
 
-    from earnest.config import from_mapping, recipes
-    from earnest.plan import plan as predict
-    from earnest.plan.memory import parse_bytes
-    from earnest.runs.progress import note_on
+    from earnest.config import recipes
 
-    speed = parse_bytes(link)
-    if speed is None:
-        raise ConfigError(f"--link is {link!r}; give bytes per second, such as 50GB.")
     place = Path(recipe).expanduser()
     if place.is_dir() and not (place / "run.json").is_file():
         if not (place / "config.json").is_file():
@@ -50,12 +44,20 @@ def plan(
                 f"{recipe} has no config.json, so it is not a model folder; give a folder with the config.json of a "
                 "model, or a recipe (see `earnest recipes`)."
             )
-        _, data = recipes.read("quickstart")
+        _, data = recipes.read("quickstart", overrides or [])
         data |= {"model": str(place.resolve())}
     else:
-        _, data = recipes.read(str(place / "config.yaml") if place.is_dir() else recipe)
+        _, data = recipes.read(str(place / "config.yaml") if place.is_dir() else recipe, overrides or [])
     if "experiment" in data:
         raise ConfigError(f"{recipe} is an experiment of several runs; plan one of its runs with a recipe of its own.")
+    from earnest.config import from_mapping
+    from earnest.plan import plan as predict
+    from earnest.plan.memory import parse_bytes
+    from earnest.runs.progress import note_on
+
+    speed = parse_bytes(link)
+    if speed is None:
+        raise ConfigError(f"--link is {link!r}; give bytes per second, such as 50GB.")
     device = _device(gpu, count)
     found = predict(
         from_mapping(data, overrides or []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module, resources
 from pathlib import Path
@@ -10,6 +11,7 @@ from types import ModuleType
 from typing import Any
 
 from earnest.config import text
+from earnest.config.overrides import check_spelling
 from earnest.errors import ConfigError, nearest
 
 
@@ -50,8 +52,16 @@ def list_recipes() -> list[Recipe]:
     return found
 
 
-def read(recipe: str) -> tuple[str, dict[str, Any]]:
-    """(name, raw data) of a recipe, given by its name or by the path of a YAML file."""
+def read(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, dict[str, Any]]:
+    """(name, raw data) of a recipe, given by its name or by the path of a YAML file. Raises for a misspelt key in it or
+    in ``overrides``, which are not applied."""
+    name, data = _find(recipe)
+    if "experiment" not in data:
+        check_spelling(data, overrides)
+    return name, data
+
+
+def _find(recipe: str) -> tuple[str, dict[str, Any]]:
     files = _files()
     if recipe in files:
         return recipe, text.parse_file(files[recipe])

@@ -17,7 +17,7 @@ from rich.console import Console
 from torch import Tensor
 
 from earnest.config import RunConfig
-from earnest.config.load import from_mapping
+from earnest.config.loading import from_mapping
 from earnest.config.replicas import ReplicaPlan, plan
 from earnest.config.text import parse
 from earnest.diloco.ledger import CONFIG, Ledger

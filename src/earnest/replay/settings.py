@@ -10,7 +10,7 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from earnest.config import text
-from earnest.config.load import check_mapping
+from earnest.config.loading import check_mapping
 from earnest.config.schema import Strict, Whole
 from earnest.errors import ConfigError
 from earnest.replay.filters import Op

@@ -16,7 +16,7 @@ from pydantic import Field
 from rich.console import Console, ConsoleOptions, RenderResult
 
 from earnest.adapters.trained import load_trained
-from earnest.config.load import check_mapping, data_settings
+from earnest.config.loading import check_mapping, data_settings
 from earnest.config.loop import EvalConfig, SamplingConfig
 from earnest.config.schema import Strict, TaskConfig, Whole
 from earnest.config.text import parse_file

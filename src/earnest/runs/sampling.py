@@ -14,7 +14,7 @@ from rich.console import Console
 
 from earnest.adapters import LoRA, attach
 from earnest.config import RunConfig, dump, from_mapping
-from earnest.config.load import check_mapping
+from earnest.config.loading import check_mapping
 from earnest.config.schema import SamplerConfig, Strict
 from earnest.config.text import parse
 from earnest.engines import LocalEngine

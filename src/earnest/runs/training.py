@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from earnest.config import LoopConfig
-from earnest.config.load import check_mapping
+from earnest.config.loading import check_mapping
 from earnest.config.text import parse_file
 from earnest.data.dataset import DataSettings
 from earnest.engines.base import Engine

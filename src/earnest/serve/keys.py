@@ -130,7 +130,7 @@ Who = Annotated[Caller, Depends(caller)]
 
 
 def _read(path: Path) -> KeyFile:
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
     from earnest.config.text import parse_file
 
     found = check_mapping(KeyFile, parse_file(path))

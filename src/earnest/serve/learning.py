@@ -100,7 +100,7 @@ class LearnConfig(Strict):
 
 def read(path: Path | None) -> LearnConfig:
     """The server's own settings, from a YAML file or the defaults."""
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
     from earnest.config.text import parse_file
 
     if path is None:
@@ -117,7 +117,7 @@ def overridden(config: LearnConfig, changes: Mapping[str, Any]) -> LearnConfig:
 
     Regular expressions are refused: Python's engine needs exponential time for some, and holds every thread meanwhile.
     """
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
 
     adapter = changes.get("adapter")
     targets = adapter.get("targets") if isinstance(adapter, Mapping) else None

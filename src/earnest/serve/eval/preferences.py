@@ -94,7 +94,7 @@ def read(path: Path | None, overrides: dict[str, Any], only: Sequence[str] = ())
 
     ``only`` keeps the preferences of these names.
     """
-    from earnest.config.load import check_mapping
+    from earnest.config.loading import check_mapping
     from earnest.config.text import parse, parse_file
 
     if path is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from pydantic import BaseModel, ValidationError
 
 from earnest.config import recipes, text
 from earnest.config.explain import sentence
+from earnest.config.overrides import merge
 from earnest.config.schema import LoopConfig, RunConfig
 from earnest.data.dataset import DataSettings
 from earnest.errors import ConfigError
@@ -24,7 +24,7 @@ NOT_OF_THE_RUN = ("out", "description")
 
 def load(recipe: str, overrides: Sequence[str] = ()) -> tuple[str, RunConfig]:
     """(name of the recipe, config) of a recipe by name or of a YAML file."""
-    name, data = recipes.read(recipe)
+    name, data = recipes.read(recipe, overrides)
     if "experiment" in data:
         raise ConfigError(f"{recipe} is an experiment of several runs, not one run; `earnest run {recipe}` starts it.")
     return name, from_mapping(data, overrides)
@@ -54,21 +54,15 @@ def _without_its_task(data: Mapping[str, Any], overrides: Sequence[str]) -> Mapp
 
 def check_mapping(model: type[M], data: Mapping[str, Any], overrides: Sequence[str] = ()) -> M:
     """``from_mapping`` for any model, not only a run's."""
-    merged = copy.deepcopy(dict(data))
-    for override in overrides:
-        _apply(merged, override)
     try:
-        return model.model_validate(merged)
+        return model.model_validate(merge(data, overrides))
     except ValidationError as error:
         raise ConfigError(sentence(error, model)) from None
 
 
 def data_settings(data: Mapping[str, Any], overrides: Sequence[str] = ()) -> DataSettings:
     """The settings of a data file, from the mapping under ``data:`` or the command line."""
-    merged = copy.deepcopy(dict(data))
-    for override in overrides:
-        _apply(merged, override)
-    return make(DataSettings, merged)
+    return make(DataSettings, merge(data, overrides))
 
 
 def dump(config: LoopConfig) -> str:
@@ -94,35 +88,3 @@ def _flatten(data: Any, prefix: str = "") -> dict[str, Any]:
     if isinstance(data, list) and any(isinstance(item, Mapping) for item in data):
         return {k: v for i, value in enumerate(data) for k, v in _flatten(value, f"{prefix}{i}.").items()}
     return {prefix.rstrip("."): data}
-
-
-def _apply(data: dict[str, Any], override: str) -> None:
-    """``optimizer.lr=1e-4`` or ``objective.0.clip=0.3``; the value is YAML, so lists and mappings work too."""
-    key, equals, written = override.partition("=")
-    key = key.strip()
-    if not equals or not key or any(not part for part in key.split(".")):
-        raise ConfigError(f"{override!r} is not an override; write key=value, e.g. optimizer.lr=1e-4 or steps=20.")
-    value = text.parse(written, key)
-    *path, last = key.split(".")
-    place: Any = data
-    for depth, part in enumerate(path):
-        where = ".".join(path[:depth])
-        if isinstance(place, list):
-            place = place[_index(place, part, where, override)]
-        else:
-            if part not in place or place[part] is None:
-                place[part] = {}
-            place = place[part]
-        if not isinstance(place, (dict, list)):
-            raise ConfigError(f"{override}: {'.'.join(path[: depth + 1])} is {place!r}, which has no keys inside.")
-    if isinstance(place, list):
-        place[_index(place, last, ".".join(path), override)] = value
-    else:
-        place[last] = value
-
-
-def _index(place: list[Any], part: str, where: str, override: str) -> int:
-    if not part.isdigit() or int(part) >= len(place):
-        count = f"the places 0 to {len(place) - 1}" if len(place) > 1 else "the place 0 only" if place else "no entry"
-        raise ConfigError(f"{override}: {where} is a list and has {count}, not {part!r}.")
-    return int(part)

@@ -1,0 +1,10 @@
+from earnest.config.loading import changed_keys as changed_keys
+from earnest.config.loading import data_settings as data_settings
+from earnest.config.loading import dump as dump
+from earnest.config.loading import from_mapping as from_mapping
+from earnest.config.loading import load as load
+from earnest.config.loading import load_file as load_file
+from earnest.config.recipes import Recipe as Recipe
+from earnest.config.recipes import list_recipes as list_recipes
+from earnest.config.schema import LoopConfig as LoopConfig
+from earnest.config.schema import RunConfig as RunConfig
