@@ -19,8 +19,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from markdown.extensions.toc import slugify
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,8 +36,19 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 SAVED = re.compile(r"(<!-- test: file (\S+) -->\n(?:<!-- test: [^\n]*\n)*```\w+)\n")
 
 
-def on_page_markdown(markdown: str, **_: Any) -> str:
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    if page.file.src_uri == "which-bug.md":
+        markdown = re.sub(r"(?<!\[)`([A-Z0-9-]+)`", _linked_law, markdown)
     return SAVED.sub(r'\1 title="\2"\n', markdown)
+
+
+def _linked_law(found: re.Match[str]) -> str:
+    """The code of a law with a link to its section of reference/laws.md; any other text as it is."""
+    from earnest_audit.laws.__main__ import ALL
+
+    names = {law.code: slugify(f"{law.code}: {law.name}", "-") for law in ALL}
+    code = found[1]
+    return f"[`{code}`](reference/laws.md#{names[code]})" if code in names else found[0]
 
 
 def api() -> dict[str, str]:

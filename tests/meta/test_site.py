@@ -55,6 +55,14 @@ def test_a_block_to_save_has_the_name_of_its_file(site: Path) -> None:
     assert '<span class="filename">shop.py</span>' in (site / "tutorials/agent.html").read_text()
 
 
+def test_the_laws_of_which_bug_are_links(site: Path) -> None:
+    """A link to an anchor that is not there fails the strict build."""
+    page = (site / "which-bug.html").read_text()
+    assert (
+        'href="reference/laws.html#gl-liveness"' in page and len(re.findall(r'href="reference/laws.html#', page)) > 40
+    )
+
+
 def test_no_page_loads_anything_from_the_network(site: Path) -> None:
     """Scripts, styles, fonts and images are files of the site."""
     for page in site.rglob("*.html"):
