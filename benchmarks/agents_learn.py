@@ -42,12 +42,15 @@ from earnest.errors import NothingToTrain
 from earnest.models.places import nano_folder
 from earnest.models.protocol import PolicyLike
 from earnest.models.replies import message_tokens
+from earnest.replay.pipeline import replay
+from earnest.replay.settings import ReplayConfig
 from earnest.rollouts import Row, Trajectory, demonstration
 from earnest.rollouts.rows import stack
 from earnest.runs.collect import BatchSource, attempt
 from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.own_data import standard_error
 from earnest.runs.setup import Setup, build
+from earnest.seeds import derive
 from earnest.tasks import Environment, Prompt, PromptStream, is_environment
 from earnest.tasks.tool_environment import ToolEnvironment
 
@@ -102,10 +105,17 @@ GRPO, SDPO, SIMPO, BARRIER = (
 CHANNELS: dict[str, list[dict[str, Any]]] = {
     "GRPO": [GRPO],
     "hint SDPO": [SDPO | {"weight": 1.0}],
-    "preferences": [SIMPO | {"weight": 1.0}],
+    "replayed preferences": [SIMPO | {"weight": 1.0}],
     "barrier": [BARRIER],
     "all four": [GRPO, SDPO, SIMPO, BARRIER],
+    "best and worst": [SIMPO | {"weight": 1.0}],
+    "all four, best and worst": [GRPO, SDPO, SIMPO, BARRIER],
 }
+REPLAYED = ("replayed preferences", "all four")
+"""The arms whose preferences are pairs of replayed traces; those of the others are a prompt's best and worst
+conversation."""
+TRACES = 48
+"""Prompts of the traces, with two conversations each."""
 
 
 @dataclass(frozen=True)
@@ -132,6 +142,8 @@ class Result:
     """The share of groups with different rewards, for each step."""
     idle: int
     seconds: tuple[float, float]
+    pairs: int = 0
+    """Preference pairs of replayed traces that it trained on."""
 
 
 def quiet(_: str) -> None:
@@ -195,6 +207,44 @@ def endings(found: HeldOutEvaluation) -> dict[str, float]:
     return {ending: n / len(found.attempts) for ending, n in count.items()}
 
 
+def replayed(task: str, seed: int, model: Path, folder: Path) -> tuple[Path, int]:
+    """(file of pairs, how many). Traces are conversations of the warm-started policy on training prompts. It and nano
+    answer each of their turns again, and the environment judges."""
+    _, recipe = recipes.read("agent")
+    recipe |= {"model": str(model), "task": task, "objective": [GRPO], "seed": seed}
+    setup = build(from_mapping(recipe), quiet)
+    assert is_environment(setup.task)
+    found = attempt(setup, PromptStream(setup.task, derive(seed, "traces") % 2**31).next(TRACES), 2, seed)
+    traces = folder / "traces.jsonl"
+    with traces.open("w", encoding="utf-8") as file:
+        for number, one in enumerate(found):
+            assert isinstance(one.rollout, Trajectory)
+            about = {"task": task, "data": dict(one.prompt.data)}
+            line = {"id": f"trace-{number}", "messages": [logged(m) for m in one.rollout.messages], "meta": about}
+            file.write(json.dumps(line | {"tools": list(setup.task.tools)}) + "\n")
+    teacher = {"kind": "policy", "temperature": 1.0, "max_tokens": 48}
+    settings = {
+        "teachers": [teacher | {"name": "warm", "model": str(model), "samples": 2}, teacher | {"name": "nano"}],
+        "judge": {"kind": "task"},
+        "clean": [{"op": "exact_duplicates", "field": "pair"}],
+        "bad_lines": "drop",  # a turn with a malformed call has an answer without a call in the trace
+        "seed": seed,
+        "out": str(folder / "pairs.parquet"),
+    }
+    made = replay(traces, ReplayConfig.model_validate(settings))
+    return made.path, len(made.cleaned.pairs)
+
+
+def logged(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A message as a log has it: the arguments of calls as JSON text."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls") or ()
+    ]
+    kept = {name: message[name] for name in ("role", "content", "tool_call_id") if name in message}
+    return kept | ({"tool_calls": calls} if calls else {})
+
+
 def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model: Path, warmed: tuple[int, float],
           args: argparse.Namespace) -> Result:  # fmt: skip
     """The recipe ``agent`` with these terms, from the warm start."""
@@ -205,6 +255,10 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     recipe |= SMOLLM2 if args.what == "smollm2" else {}
     recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
     recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 2}
+    pairs = 0
+    if args.what == "channels" and arm in REPLAYED:
+        place, pairs = replayed(task, seed, model, Path(tempfile.mkdtemp(dir=model.parent)))
+        recipe["data"] = {"train": str(place), "heldout": 0.1}
     setup = build(from_mapping(recipe), quiet)
     before = evaluate(setup, 0)
     rewards, spread, idle = _steps(setup, args.steps)
@@ -213,7 +267,7 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     return Result(
         arm, task, seed, warmed[0], args.steps, args.prompts, before.value, after.value, after.value - before.value,
         standard_error(gains) or float("nan"), endings(before), endings(after), rewards, spread, idle,
-        (warmed[1], time.perf_counter() - started),
+        (warmed[1], time.perf_counter() - started), pairs,
     )  # fmt: skip
 
 
@@ -264,6 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=["tasks", "verifiers", "channels", "smollm2"])
     parser.add_argument("--tasks", nargs="*", choices=OWN + VERIFIERS, help="default: those in the list above")
+    parser.add_argument("--arms", nargs="*", choices=CHANNELS, help="of channels; default: all")
     parser.add_argument("--seeds", nargs="*", type=int, help="default: 0 to 4, 0 to 2 for SmolLM2")
     parser.add_argument("--steps", type=int, help="default: 40, 8 for SmolLM2")
     parser.add_argument("--prompts", type=int, help="held-out prompts, 2 conversations each (64, 24 for SmolLM2)")
@@ -287,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     done = {(r.arm, r.task, r.seed, r.steps, r.prompts) for r in results}
     for seed in seeds:
         for task in args.tasks or tasks:
-            todo = [arm for arm in arms if (arm, task, seed, args.steps, args.prompts) not in done]
+            todo = [arm for arm in args.arms or arms if (arm, task, seed, args.steps, args.prompts) not in done]
             with tempfile.TemporaryDirectory() as folder:
                 warmed = (0, 0.0)
                 if todo:

@@ -16,7 +16,7 @@ import earnest as en
 from earnest.models import SampleSpec
 from earnest.proving import prove_conversations
 from earnest.proving.conversations import _letters, _places
-from earnest.rollouts import Segment, TurnSettings, collecting, rows
+from earnest.rollouts import Segment, TurnSettings, collecting, conversing, rows
 from earnest.rollouts.transcript import Transcript, authored
 from earnest.rollouts.turn_sampling import TurnSampler
 from earnest.tasks.tool_tasks import LOOKUP
@@ -126,6 +126,53 @@ def later_turns_halved(patch: Patch) -> None:
     masked(mistake)(patch)
 
 
+def other_record(patch: Patch) -> None:
+    """The batch has other log-probs than the sampler returned."""
+    turn = Transcript.turn
+    worse = lambda self, r, m: turn(self, replace(r, logprobs=tuple(v - 0.1 for v in r.logprobs)), m)  # noqa: E731
+    patch.setattr(Transcript, "turn", worse)
+
+
+def tools_trained(patch: Patch) -> None:
+    """What a tool said is trained, what a user said is not."""
+    right = collecting.rollout_rows
+
+    def as_sampled(s: Segment) -> Segment:
+        return Segment(s.tokens, "policy", (-1.0,) * len(s.tokens), 0) if s.author == "tool" else s
+
+    def wrong(rollout: Any, *rest: Any) -> Any:
+        return right(replace(rollout, rows=tuple(tuple(map(as_sampled, row)) for row in rollout.rows)), *rest)
+
+    patch.setattr(collecting, "rollout_rows", wrong)
+
+
+def without_attention(patch: Patch) -> None:
+    """The trainer's model reads each token alone."""
+
+    def hidden(self: en.LocalEngine, part: Any) -> Any:
+        inputs = part.batch.inputs
+        states = self.policy.hidden(inputs.reshape(-1, 1)).reshape(*inputs.shape, -1)
+        return states[part.batch.row, part.batch.position]
+
+    patch.setattr(en.LocalEngine, "_hidden", hidden)
+
+
+def without_causality(patch: Patch) -> None:
+    """The trainer's model reads what comes later, too."""
+
+    def hidden(self: en.LocalEngine, part: Any) -> Any:
+        states = self.policy.hidden(part.batch.inputs)
+        return (states + states.mean(1, keepdim=True))[part.batch.row, part.batch.position]
+
+    patch.setattr(en.LocalEngine, "_hidden", hidden)
+
+
+def other_draw(patch: Patch) -> None:
+    """Conversations have other random numbers than rollouts."""
+    row = conversing.SampleRow
+    patch.setattr(conversing, "SampleRow", lambda i, j, tokens, draw, room: row(i, j, tokens, draw + 1, room))
+
+
 @pytest.mark.parametrize(
     ("mistake", "law"),
     [
@@ -136,6 +183,11 @@ def later_turns_halved(patch: Patch) -> None:
         (other_version, "policy version"),
         (other_logprobs, "log-probs of the weights"),
         (unstopped, "stop tokens"),
+        (other_record, "log-probs of the sampler"),
+        (tools_trained, "label of an observation"),
+        (without_attention, "content of an observation"),
+        (without_causality, "turns before an observation"),
+        (other_draw, "one turn"),
     ],
     ids=[
         "re-tokenised",
@@ -145,6 +197,11 @@ def later_turns_halved(patch: Patch) -> None:
         "version",
         "log-probs",
         "stop",
+        "log-probs of another record",
+        "tools trained",
+        "observations not read",
+        "later tokens read",
+        "other random numbers",
     ],
 )
 def test_a_mistake_breaks_a_law(

@@ -21,9 +21,10 @@ from earnest.errors import ConfigError
 from earnest.replay import pairs as files
 from earnest.replay import report
 from earnest.replay.errors import EndpointError, ReplayError
+from earnest.replay.local import LocalPolicy
 from earnest.replay.pipeline import FAILED, SAME, TIE, Replayed, count, replay
 from earnest.replay.settings import ReplayConfig
-from tests.replay.records import said, user, write_traces
+from tests.replay.records import call, said, user, write_traces
 from tests.replay.server import Answer, Body, serving
 
 N = 12
@@ -255,6 +256,50 @@ def test_a_grader_judges_by_its_rewards(tmp_path: Path) -> None:
     assert [d.reason for d in found.drops] == ["the trace has no meta.task and meta.data, so no grader can judge it"]
 
 
+def test_an_environment_judges_a_turn_by_how_the_conversation_ends_after_it(tmp_path: Path) -> None:
+    """lookup: the lamp costs as much as the boat. Hand-made: what each of three turns is worth, and its rival."""
+    prices = {"lamp": "as the boat", "boat": "7 coins"}
+    data = {"question": "What does the lamp cost?", "item": "lamp", "prices": prices, "answer": "7 coins"}
+    asked = user(data["question"])
+    first, second = call("price", 0, item="lamp"), call("price", 1, item="boat")
+    told, price = ({"role": "tool", "tool_call_id": f"c{i}", "content": prices[k]} for i, k in enumerate(prices))
+    right = [asked, first, told, second, price, said("The lamp costs 7 coins.")]
+    meta = {"task": "lookup", "data": data}
+    lines = [
+        {"id": "right", "messages": right, "meta": meta},
+        {"id": "guess", "messages": [asked, said("The lamp costs 3 coins.")], "meta": meta},
+        {"id": "other", "messages": [asked, first, {**told, "content": "9 coins"}, said("9 coins")], "meta": meta},
+    ]
+    answers = {  # by the length of the state
+        "right": {
+            1: said("It costs 5 coins."),
+            3: call("price", item="chair"),
+            5: said("The lamp costs 7 coins, yes."),
+        },
+        "guess": {1: call("price", item="lamp")},
+        "other": {1: call("price", item="boat"), 3: said("It costs 7 coins.")},
+    }
+    names = iter(["right"] * 3 + ["guess"] + ["other"] * 2)
+
+    def answer(body: Body, _: int) -> Answer:
+        message = answers[next(names)][len(body["messages"])]
+        return Answer(message["content"], message.get("tool_calls"))
+
+    traces = write_traces(tmp_path / "t.jsonl", lines)
+    with serving(answer) as server:
+        found = replay(traces, settings(server.url, tmp_path, judge={"kind": "task"}, concurrency=1))
+    assert [(p.trace, p.turn, p.winner, p.margin) for p in found.made] == [
+        ("right", 0, "trace", 1.0),
+        ("right", 1, "trace", 1.0),
+        ("guess", 0, "teacher", 1.0),
+    ]
+    assert [(d.trace, d.turn, d.reason) for d in found.drops] == [
+        ("right", 2, TIE),
+        ("other", 0, TIE),
+        ("other", 1, "the environment lookup replies in another way than in the trace"),
+    ]
+
+
 def test_what_cannot_be_used_has_a_reason(tmp_path: Path) -> None:
     lines = [{"id": str(i), "messages": [user(f"q{i}"), said("the answer")]} for i in range(4)]
     broken = [{"id": "c", "type": "function", "function": {"arguments": "{}"}}]
@@ -331,6 +376,16 @@ def test_a_policy_answers_with_calls_and_a_judge_with_hindsight_scores_them(agen
         assert p.margin > 0 and p.judge == "likelihood" and p.teacher in ("policy", "hindsight") and p.tools
     reasons = count(found.drops)
     assert "no message follows" in reasons and SAME in reasons
+
+
+def test_the_calls_of_a_local_teacher_are_read_in_the_format_of_its_template() -> None:
+    teacher = LocalPolicy("nano", None)
+    teacher.policy.tokenizer.chat_template = "[TOOL_CALLS]"
+    tokens = teacher.policy.encode('[TOOL_CALLS]price[ARGS]{"item": "lamp"}')
+    message, why = teacher.read([], tokens)
+    assert message is not None and not why
+    assert message["tool_calls"][0]["function"] == {"name": "price", "arguments": '{"item": "lamp"}'}
+    assert teacher.read([], tokens[:-2]) == (None, "its tool call cannot be read")
 
 
 def test_the_margin_is_the_difference_of_mean_log_probs(agent: tuple[Path, Replayed]) -> None:

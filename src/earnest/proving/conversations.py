@@ -207,8 +207,11 @@ class _Conversations:
             other = authors.get(segment.author)
             return segment if other is None else replace(segment, author=other)
 
-        again = self._batch(_changed(made, renamed))
-        same = _same(batch, again, "inputs", "targets", "weight", "behaviour", "advantages")
+        try:
+            again = self._batch(_changed(made, renamed))
+            same = _same(batch, again, "inputs", "targets", "weight", "behaviour", "advantages")
+        except SignalError:
+            same = False
         return _finding(
             "label of an observation",
             "equal" if same else "different",
@@ -218,7 +221,9 @@ class _Conversations:
         )
 
     def _content(self, batch: Batch, made: Conversations, found: Sequence[_Turn]) -> Iterator[Finding]:
-        later = [turn for turn in found if any(o.row == turn.row and o.first < turn.first for o in found)]
+        """The first token of a later turn does not count: it changes in a model that reads only one token, too."""
+        following = [turn for turn in found if any(o.row == turn.row and o.first < turn.first for o in found)]
+        later = [turn for turn in following if len(turn.drawn.tokens) > 1]
         if not later:
             yield Finding(LAW, "content of an observation", "no second turn in a row", "-", "not applicable")
             return
@@ -234,8 +239,8 @@ class _Conversations:
         trained = _same(batch, again, "weight", "behaviour") and torch.equal(batch.token_target, again.token_target)
         change = torch.zeros_like(batch.weight)
         change[batch.row, batch.position] = (self._score(again) - self._score(batch)).abs().to(change.dtype)
-        after = max(float(change[turn.row, turn.targets].max()) for turn in later)
-        before = max(float(change[turn.row, turn.targets].max()) for turn in found if turn not in later)
+        after = max(float(change[turn.row, turn.targets][1:].max()) for turn in later)
+        before = max(float(change[turn.row, turn.targets].max()) for turn in found if turn not in following)
         yield _finding(
             "content of an observation",
             f"later turns change by {after:.2g}",

@@ -2,7 +2,8 @@
 
 likelihood   mean log-prob of the teacher's answer minus that of the trace's, under a policy with hindsight
 endpoint     an LLM compares twice, with the answers in both orders: +1, -1, or 0 where it contradicts itself
-task         the grader's reward of the teacher's answer minus that of the trace's
+task         the grader's reward of the teacher's answer minus that of the trace's; in an environment, that of the
+             conversation after each of them (``continued.py``)
 teacher      +1, without a comparison
 """
 
@@ -11,10 +12,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from earnest.replay.continued import reward_after
 from earnest.replay.endpoint import Endpoint, Usage
 from earnest.replay.local import LocalPolicy, UnusableTurn
 from earnest.replay.traces import AssistantTurn, Message, plain_text
-from earnest.tasks import Prompt, get_task
+from earnest.tasks import Prompt, get_task, is_environment
 
 SYSTEM = "You compare two answers that an assistant could give next in a conversation. Judge by what helps the user."
 QUESTION = """The conversation:
@@ -61,9 +63,12 @@ def by_grader(comparison: AnswerComparison, task: str | None) -> float:
     name, data = task or turn.trace.meta.get("task"), turn.trace.meta.get("data")
     if not isinstance(name, str) or not isinstance(data, dict):
         raise UnusableTurn("the trace has no meta.task and meta.data, so no grader can judge it")
+    grader = get_task(name)
+    if is_environment(grader):
+        better, worse = (reward_after(grader, turn, answer, data) for answer in (comparison.candidate, turn.answer))
+        return better - worse
     if not turn.last:
         raise UnusableTurn("a grader judges the last answer of a trace")
-    grader = get_task(name)
     prompt = Prompt(turn.trace.id, turn.state, data)
     better, worse = (grader.grade(prompt, plain_text(m)).reward for m in (comparison.candidate, turn.answer))
     return better - worse

@@ -6,7 +6,6 @@ A judge with hindsight scores an answer by its mean log-prob after a prompt that
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,6 @@ from typing import Any
 from earnest.data import hindsight
 from earnest.replay.traces import AssistantTurn, Message
 
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 CHUNK = 64
 """Prompts that are sampled together; the plan is always cut at the same places, so that a resumed replay samples the
 same."""
@@ -65,39 +63,43 @@ class LocalPolicy:
         return ids
 
     def answer(
-        self, prompts: Sequence[Sequence[int]], samples: int, temperature: float, max_tokens: int, seed: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        samples: int,
+        temperature: float,
+        max_tokens: int,
+        seed: int,
+        tools: Sequence[Sequence[Message]] = (),
     ) -> list[list[Answered]]:
-        """``samples`` answers to each prompt."""
+        """``samples`` answers to each prompt; ``tools`` are the schemas that each prompt has."""
         from earnest.models import SampleSpec, sample
 
         spec = SampleSpec(max_new_tokens=max_tokens, temperature=temperature, seed=seed)
         found: list[list[Answered]] = [[] for _ in prompts]
         for completion in sample(self.policy, prompts, samples, spec):
+            number = completion.prompt_index
             message, why = None, f"cut off at {max_tokens} tokens"
             if completion.finish == "stop":
-                message, why = self.read(completion.tokens)
-            asked = len(prompts[completion.prompt_index])
-            found[completion.prompt_index].append(Answered(message, why, asked, len(completion.tokens)))
+                message, why = self.read(prompts[number], completion.tokens, tools[number] if tools else ())
+            found[number].append(Answered(message, why, len(prompts[number]), len(completion.tokens)))
         return found
 
-    def read(self, tokens: Sequence[int]) -> tuple[Message | None, str]:
-        """An assistant message from its tokens, calls included; or why it cannot be read."""
-        kept = [token for token in tokens if token not in self.policy.eos_ids]
-        text = str(self.policy.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False))
-        calls = []
-        for number, body in enumerate(CALL.findall(text)):
-            try:
-                call = json.loads(body)
-                arguments = json.dumps(call.get("arguments", {}), ensure_ascii=False)
-                function = {"name": str(call["name"]), "arguments": arguments}
-            except (ValueError, KeyError, TypeError, AttributeError):
-                return None, "its tool call cannot be read"
-            calls.append({"id": f"call_{number}", "type": "function", "function": function})
-        content = CALL.sub("", text).strip()
+    def read(
+        self, prompt: Sequence[int], tokens: Sequence[int], tools: Sequence[Message] = ()
+    ) -> tuple[Message | None, str]:
+        """An assistant message from its tokens, calls included, in the format of the policy's chat template; or why it
+        cannot be read. A call's arguments are JSON as text, as in a trace."""
+        from earnest.models.tool_calls import read_message
+
+        message = read_message(self.policy, prompt, tokens, tools)
+        if message.pop("tool_call_errors", None):
+            return None, "its tool call cannot be read"
+        content, calls = str(message["content"]).strip(), message.get("tool_calls") or []
         if not content and not calls:
             return None, "it is empty"
-        message: dict[str, Any] = {"role": "assistant", "content": content or None}
-        return (message | {"tool_calls": calls} if calls else message), ""
+        for call in calls:
+            call["function"]["arguments"] = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        return message | {"content": content or None}, ""
 
     def reply(self, turn: AssistantTurn, answer: Message) -> list[int]:
         """An answer to the turn's state in tokens, its end of turn included."""

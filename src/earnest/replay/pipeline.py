@@ -213,7 +213,14 @@ def _sample(job: _Job, teacher: TeacherEntry, policy: LocalPolicy, part: Sequenc
                 job.journal.add("answer", key, message=None, why=str(reason))
     if not prompts:
         return
-    found = policy.answer(prompts, teacher.samples, teacher.temperature, teacher.max_tokens, job.config.seed)
+    found = policy.answer(
+        prompts,
+        teacher.samples,
+        teacher.temperature,
+        teacher.max_tokens,
+        job.config.seed,
+        [ask.turn.trace.tools for ask in usable],
+    )
     for ask, answers in zip(usable, found, strict=True):
         for sample, a in enumerate(answers):
             usage = Usage(1, a.prompt_tokens, a.completion_tokens)

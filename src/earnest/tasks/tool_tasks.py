@@ -170,18 +170,18 @@ class FixTask(ToolTask):
 
 def oracle(prompt: Prompt, history: tuple[Message, ...]) -> Message:
     """The next message of a policy that solves every built-in environment; ``history`` are the messages so far."""
-    asked = any(m["role"] == "tool" for m in history)
-    name, item = prompt.id.partition(":")[0], prompt.data.get("item")
+    asked, data = any(m["role"] == "tool" for m in history), prompt.data
+    item, code = data.get("item"), data.get("code")
     if asked:
         last = str(history[-1]["content"])
         if last.startswith("as the "):
             return _call("price", item=last.removeprefix("as the "))
-        if name == "fix":
+        if code is not None:
             return {"role": "assistant", "content": f"def f(x): return x{int(last.rpartition(' ')[2]):+d}"}
         return {"role": "assistant", "content": last if item is None else f"The {item} costs {last}."}
-    if name == "calculator":
-        return _call("calculate", expression=prompt.data["content"])
-    return _call("price", item=item) if name == "lookup" else _call("check", code=prompt.data["code"])
+    if item is None and code is None:
+        return _call("calculate", expression=data["content"])
+    return _call("price", item=item) if code is None else _call("check", code=code)
 
 
 def _call(tool: str, **arguments: Any) -> Message:
