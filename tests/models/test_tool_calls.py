@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import trl
 
 import earnest as en
 from earnest.errors import ConfigError
@@ -17,10 +19,11 @@ from earnest.models.tool_calls import FORMATS, MessageReader, check_tools, read_
 ARGUMENTS = {"a": 1, "b": 'x {"y"}\nz'}
 JSON = '{"a": 1, "b": "x {\\"y\\"}\\nz"}'
 TOOLS = [
-    {"type": "function", "function": {"name": "add", "parameters": {
+    {"type": "function", "function": {"name": "add", "description": "Add.", "parameters": {
         "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}, "c": {"type": "string"}}}}}
 ]  # fmt: skip
 
+REPLY = {"role": "assistant", "content": ""}
 # marks of the chat template, the text of an answer with one call
 WRITTEN = {
     "hermes": f'<tool_call>\n{{"name": "add", "arguments": {JSON}}}\n</tool_call>',
@@ -33,6 +36,8 @@ WRITTEN = {
     "function-gemma": '<start_function_call>call:add{a:1,b:<escape>x {"y"}\nz<escape>}<end_function_call>',
     "harmony": f"<|channel|>commentary to=functions.add <|constrain|>json<|message|>{JSON}<|call|>",
     "harmony template": f" to=functions.add<|channel|>commentary json<|message|>{JSON}<|call|>",
+    "glm": "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n<arg_key>b</arg_key>\n"
+    '<arg_value>x {"y"}\nz</arg_value>\n</tool_call>',
     "hermes coder": "<tool_call>\n<function=add>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n"
     'x {"y"}\nz\n</parameter>\n</function>\n</tool_call>',
 }
@@ -131,6 +136,8 @@ def test_a_parameter_of_type_string_stays_a_string() -> None:
         ("llama", '{"name": "add", "parameters": {', "is no JSON"),
         ("llama", "<|python_tag|>print(1)", "is no JSON"),
         ("mistral", "[TOOL_CALLS]nothing", "is no JSON"),
+        ("glm", '<tool_call>{"name": "add"}</tool_call>', "is not a name with pairs"),
+        ("glm", "<tool_call>add<arg_key>a</arg_key></tool_call>", "is not a name with pairs"),
         ("gemma", "<|tool_call>add{}<tool_call|>", "call:NAME"),
         ("gemma", "<|tool_call>call:add{a:}<tool_call|>", "cannot be read"),
         ("harmony", "<|channel|>commentary to=functions.add json<|message|>{1<|call|>", "is no JSON"),
@@ -168,6 +175,46 @@ def test_the_tokenizers_own_response_template_is_used() -> None:
     assert message["tool_calls"][0]["function"] == {"name": "f", "arguments": {"x": 1}}
     assert message["content"] == "yes"
     assert "cannot be read" in read_message(policy, [], _ids("((no))"))["tool_call_errors"][0]
+
+
+# file → the format that its template is read in
+REAL = {
+    **dict.fromkeys(("qwen2_5", "qwen3", "qwen3_instruct_2507", "qwen3_vl", "qwen3_5_think", "qwen3_6"), "hermes"),
+    **dict.fromkeys(("nemotron_3_nano", "nemotron_3_super"), "hermes"),
+    **dict.fromkeys(("llama3_1", "llama3_2"), "llama"),
+    **dict.fromkeys(("gemma4", "gemma4_v2", "gemma4_v5"), "gemma"),
+    "gptoss": "harmony",
+    "glm4moe": "glm",
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_what_the_templates_of_real_models_write_is_read(nano: Policy, name: str) -> None:
+    """TRL ships the original templates. What one writes after the prompt is what its model learned to write."""
+    template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
+    ends = ("<|im_end|>", "<|eot_id|>", "<|call|>", "<|observation|>")
+
+    def text(*messages: dict[str, Any], **more: Any) -> str:
+        tools: Any = TOOLS
+        return str(
+            nano.tokenizer.apply_chat_template(
+                list(messages), tools=tools, chat_template=template, tokenize=False, bos_token="<s>", **more
+            )
+        )
+
+    asked = {"role": "user", "content": "Add."}
+    call = {"id": "call00000", "type": "function", "function": {"name": "add", "arguments": ARGUMENTS}}
+    prompt, whole = text(asked, add_generation_prompt=True), text(asked, {**REPLY, "tool_calls": [call]})
+    pairs = enumerate(zip(prompt, whole, strict=False))
+    written = whole[next((i for i, (a, b) in pairs if a != b), len(prompt)) :].rstrip()
+    for end in ends:
+        written = written.removesuffix(end)
+    policy: Any = Written((template,))
+    found = tool_format(policy)
+    assert found is not None and found.name == REAL[name]
+    message = read_message(policy, _ids(prompt), _ids(written), TOOLS)
+    assert message["tool_calls"] == [call] and "tool_call_errors" not in message
+    assert not message["content"].strip("\n")
 
 
 @pytest.fixture(scope="module")

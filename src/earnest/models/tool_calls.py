@@ -108,6 +108,17 @@ FORMATS: tuple[ToolFormat, ...] = (
         _NEVER,
     ),
     ToolFormat(
+        "glm",
+        ("<tool_call>", "<arg_key>"),
+        "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
+        {
+            "reasoning_content": _REASONING,
+            "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True},
+            "content": _TEXT,
+        },
+        r"<\|assistant\|>",
+    ),
+    ToolFormat(
         "hermes",
         ("<tool_call>",),
         '<tool_call>{"name": NAME, "arguments": {"ARGUMENT": VALUE}}</tool_call>',
@@ -295,6 +306,8 @@ def read_calls(
         yield _gemma(text, '<|"|>' if kind.name == "gemma" else "<escape>")
     elif kind.name == "mistral":
         yield from _mistral(text)
+    elif kind.name == "glm":
+        yield _glm(text, tools)
     elif text.startswith("<function="):
         yield _xml(text, tools)
     elif kind.name == "llama":
@@ -352,21 +365,35 @@ def _mistral(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _xml(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
-    """Qwen3-Coder's <function=NAME><parameter=KEY>VALUE</parameter></function>. A value is read as JSON unless its
-    parameter is a string, or it is no JSON."""
+    """Qwen3-Coder's <function=NAME><parameter=KEY>VALUE</parameter></function>."""
     match = re.fullmatch(r"<function=([^>\n]+)>(.*)</function>", text, re.DOTALL)
     if match is None:
         raise ValueError(f"{_short(text)} does not end with </function>")
-    name = match[1].strip()
+    pairs = re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", match[2], re.DOTALL)
+    return match[1].strip(), _typed(match[1].strip(), pairs, tools)
+
+
+def _glm(text: str, tools: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, Any]]:
+    """GLM's NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>, with line breaks between them."""
+    argument = r"\s*<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>"
+    match = re.fullmatch(rf"([\w.-]+)((?:{argument})*)\s*", text, re.DOTALL)
+    if match is None:
+        raise ValueError(f"{_short(text)} is not a name with pairs of <arg_key> and <arg_value>")
+    return match[1], _typed(match[1], re.findall(argument, match[2], re.DOTALL), tools)
+
+
+def _typed(name: str, pairs: Sequence[tuple[str, str]], tools: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Arguments that are written as text. A value is read as JSON unless its parameter is a string, or it is no
+    JSON."""
     functions = [tool.get("function", tool) for tool in tools]
     types: Mapping[str, Any] = next((f["parameters"]["properties"] for f in functions if f.get("name") == name), {})
     arguments: dict[str, Any] = {}
-    for key, value in re.findall(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", match[2], re.DOTALL):
+    for key, value in pairs:
         arguments[key] = value
         if types.get(key, {}).get("type") != "string":
             with contextlib.suppress(ValueError, RecursionError):
                 arguments[key] = json.loads(value)
-    return name, arguments
+    return arguments
 
 
 def _llama(text: str) -> Iterator[tuple[str, dict[str, Any]]]:
