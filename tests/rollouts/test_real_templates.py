@@ -1,4 +1,4 @@
-"""A turn that calls a tool, on the chat templates of real models: what was sampled stays, the rest is the template's."""
+"""A turn that calls a tool, on the chat templates of real models: what was sampled stays as it was."""
 
 from __future__ import annotations
 
