@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -180,6 +180,34 @@ def test_the_timing_of_tools_changes_nothing(engine: en.LocalEngine, at_once: in
         assert a.messages == b.messages
         assert a.logprobs == pytest.approx(b.logprobs, abs=1e-4)
     assert at_rest.grades == late.grades
+
+
+@pytest.mark.parametrize("at_once", [256, 2])
+def test_the_others_go_on_to_their_end_while_one_waits_for_its_tool(engine: en.LocalEngine, at_once: int) -> None:
+    """The first tool that is called answers only after all other conversations have ended. Turn by turn in lockstep,
+    none of them could go on."""
+
+    @dataclass
+    class OneWaits(Echo):
+        others: int = 11
+        late: bool = False
+
+        async def step(self, state: dict[str, Any], message: Any) -> StepResult:
+            if not self.late:
+                self.late, self.go_on = True, asyncio.Event()
+                state["late"] = True
+                await asyncio.wait_for(self.go_on.wait(), 30)
+            return await super().step(state, message)
+
+        async def grade(self, state: dict[str, Any], ending: Any) -> Any:
+            self.others -= "late" not in state
+            if not self.others:
+                self.go_on.set()
+            return await super().grade(state, ending)
+
+    found = talk(engine, OneWaits(), turns=TurnSettings(at_once=at_once))
+    assert found.metrics["ended/tool_failure"] == 0
+    assert found.texts == talk(engine).texts
 
 
 def test_another_seed_gives_other_conversations_and_a_group_has_one_seed(engine: en.LocalEngine) -> None:
