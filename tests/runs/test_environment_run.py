@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 import earnest as en
-from earnest.errors import ConfigError
+from earnest.errors import ConfigError, EarnestError
 from earnest.report import load, render
 from earnest.report.markup import number
+from earnest.rollouts import collecting
 from tests.rollouts.worlds import Echo
 
 QUIET = Console(quiet=True)
@@ -112,3 +115,38 @@ def test_a_warm_start_needs_room_for_the_longest_turn_of_the_oracle(tmp_path: Pa
     ):
         en.train(engine, "calculator", en.SFT(), steps=1, out=tmp_path / "run", sampling=short, console=QUIET)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_ends_before_training_if_a_law_of_conversations_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The mistake is one that the check of every batch does not see: later turns count half."""
+    right = collecting.rollout_rows
+
+    def halved(*given: Any) -> Any:
+        made = []
+        for row in right(*given):
+            weights = [*(row.weights or (1.0,) * len(row.tokens)), 0.0]
+            first = weights.index(0.0)
+            kept = [w / 2 if i > first and weights[i + 1] else w for i, w in enumerate(weights[:-1])]
+            made.append(replace(row, weights=tuple(kept)))
+        return made
+
+    monkeypatch.setattr(collecting, "rollout_rows", halved)
+    policy = en.load("nano")
+    engine = en.LocalEngine(policy, en.attach(policy, en.LoRA(rank=2), seed=0))
+    with pytest.raises(EarnestError, match="turns in rows of their own"):
+        en.train(
+            engine,
+            en.get_task(f"{WORLDS}:Echo", {"turns": 2}),
+            en.DAPO(),
+            steps=1,
+            out=tmp_path / "run",
+            sampling={"prompts_per_step": 2, "completions_per_prompt": 3, "max_new_tokens": 12},
+            turns={"max_turns": 3},
+            eval={"every": 0, "prompts": 2, "samples": 1},
+            console=QUIET,
+        )
+    assert engine.version == 0
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert {f["law"] for f in verdict["checks"] if f["outcome"] == "fails"} == {"TURNS"}
