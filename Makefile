@@ -26,6 +26,8 @@ OTHERS := $(call stamps,$(filter-out $(LARGE),$(ENVS)))
 
 # One thread each: two workers on two cores beat two threads that fight, and sums come out the same everywhere.
 test test-integrations nightly vllm bench docs-tables: export OMP_NUM_THREADS := 1
+# The tests start hundreds of processes: without bytecode each compiles all of earnest's modules, which takes half a second.
+unexport PYTHONDONTWRITEBYTECODE
 # The same versions also where pip builds a package in an environment of its own.
 export PIP_CONSTRAINT := $(CURDIR)/constraints.txt
 

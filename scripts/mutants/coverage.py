@@ -3,7 +3,7 @@
     python -m scripts.mutants.coverage tests/runs tests/data …
 
 One pytest run per argument; each writes build/mutants/NAME.json with ``seconds`` (test → duration) and ``lines``
-(file → line → tests).
+(file → line → numbers of tests in the order of ``seconds``).
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def write(tests: str, seconds: dict[str, float], data: list[Path]) -> None:
     """Put the data files of one run together."""
     import coverage
 
-    lines: dict[str, dict[str, list[str]]] = {}
+    lines: dict[str, dict[str, list[int]]] = {}
+    numbers = {test: number for number, test in enumerate(seconds)}
     for path in data:
         read = coverage.CoverageData(str(path))
         read.read()
@@ -92,7 +93,7 @@ def write(tests: str, seconds: dict[str, float], data: list[Path]) -> None:
             mine = lines.setdefault(str(Path(file).relative_to(ROOT)), {})
             for line, contexts in read.contexts_by_lineno(file).items():
                 known = mine.setdefault(str(line), [])
-                known += [c for c in contexts if c and c not in known]
+                known += {numbers[c] for c in contexts if c in numbers} - set(known)
     FOLDER.mkdir(parents=True, exist_ok=True)
     name = tests.strip("/").replace("/", "_")
     (FOLDER / f"{name}.json").write_text(json.dumps({"seconds": seconds, "lines": lines}))
@@ -104,10 +105,11 @@ def load() -> dict[str, Any]:
     for path in sorted(FOLDER.glob("*.json")):
         one = json.loads(path.read_text())
         found["seconds"] |= one["seconds"]
+        names = list(one["seconds"])
         for file, lines in one["lines"].items():
             mine = found["lines"].setdefault(file, {})
             for line, tests in lines.items():
-                mine.setdefault(int(line), set()).update(tests)
+                mine.setdefault(int(line), set()).update(names[number] for number in tests)
     return found
 
 

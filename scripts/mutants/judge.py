@@ -22,6 +22,8 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -47,23 +49,31 @@ FORMULAS = tuple(
 TEXTS = ("description= ", "help= ", "ge= and description=", "two arguments of isinstance", "two arguments of getattr")
 
 
+def candidates(path: Path) -> list[Edit]:
+    """All changes of a file but those of texts and of what is never run."""
+    tree = ast.parse(path.read_text())
+    left_out = {id(n) for never in ast.walk(tree) if _never_run(never) for n in ast.walk(never)}
+    kept = {i for i, node in enumerate(ast.walk(tree)) if id(node) not in left_out}
+    found = changes(tree, (*WIRING, swapped_arguments, *FORMULAS))
+    return [change for change in found if change.place in kept and not change.what.startswith(TEXTS)]
+
+
+def chance(change: tuple[Path, Edit]) -> bytes:
+    """A place in an order that has nothing to do with the code."""
+    return hashlib.sha256(f"{change[0]}{change[1].what}{change[1].place}".encode()).digest()
+
+
 def plan(package: str, each: int) -> list[tuple[Path, Edit]]:
     """``each`` changes of a package: the operators take turns, and each operator goes through the files evenly."""
     by_operator: dict[str, list[tuple[Path, Edit]]] = defaultdict(list)
     place = ROOT / ("earnest-audit/src" if package == "earnest_audit" else "src/earnest") / package
     for path in sorted(place.rglob("*.py")) if place.is_dir() else [place.with_suffix(".py")]:
-        tree = ast.parse(path.read_text())
-        left_out = {id(n) for never in ast.walk(tree) if _never_run(never) for n in ast.walk(never)}
-        kept = {i for i, node in enumerate(ast.walk(tree)) if id(node) not in left_out}
-        for change in changes(tree, (*WIRING, swapped_arguments, *FORMULAS)):
-            if change.place in kept and not change.what.startswith(TEXTS):
-                by_operator[change.operator].append((path.relative_to(ROOT), change))
+        for change in candidates(path):
+            by_operator[change.operator].append((path.relative_to(ROOT), change))
     chosen: list[tuple[Path, Edit]] = []
     for turn in range(each):
         for name in sorted(by_operator):
-            mine = sorted(
-                by_operator[name], key=lambda c: hashlib.sha256(f"{c[0]}{c[1].what}{c[1].place}".encode()).digest()
-            )
+            mine = sorted(by_operator[name], key=chance)
             if turn < len(mine) and len(chosen) < each:
                 chosen.append(mine[turn])
     return chosen
@@ -216,7 +226,14 @@ def main() -> None:
     parser.add_argument("--room", type=float, default=15.0, help="seconds of tests for one mutant, as measured")
     parser.add_argument("--again", action="store_true", help="run survivors again, with the tests of today")
     words = parser.parse_args()
-    # What most tests import, once; a child inherits it.
+    with project() as copy:
+        for package in words.packages:
+            judge(package, words.each, words.room, copy, coverage.load(), words.again)
+
+
+@contextmanager
+def project() -> Iterator[Path]:
+    """A copy of the project for mutants, in a process that has imported what most tests import: children inherit it."""
     for name in ("beartype", "fastapi.testclient", "hypothesis", "jaxtyping", "rich.progress", "typer.testing"):
         importlib.import_module(name)
     import torch
@@ -233,8 +250,7 @@ def main() -> None:
         )
         for environment in ROOT.glob(".venv*"):
             (copy / environment.name).symlink_to(environment.resolve())
-        for package in words.packages:
-            judge(package, words.each, words.room, copy, coverage.load(), words.again)
+        yield copy
 
 
 if __name__ == "__main__":

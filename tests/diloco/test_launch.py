@@ -30,17 +30,19 @@ from earnest.diloco.executors.base import (
     gpu_variables,
     supervise,
 )
+from earnest.diloco.globals import OuterSGD
 from earnest.diloco.launch import job_of, resume, start, wants_gpu
 from earnest.diloco.ledger import Ledger
+from earnest.diloco.outer import SyncSchedule
 from earnest.diloco.worker import read_config, work
 from earnest.errors import ConfigError, EarnestError, SamplingError
-from earnest.report.watch import FALLING
 from earnest.runs import setup
 from earnest.runs.errors import Interrupted
 from earnest.runs.folder import RunFolder
 from earnest.store import Bucket, StoreError
 from tests.diloco.forked import ForkExecutor
 from tests.diloco.processes import commits, events
+from tests.report.test_watch import evaluation
 from tests.runs.tiny import recipe
 
 Make = Callable[..., RunConfig]
@@ -301,12 +303,18 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     folder = RunFolder.create(tmp_path / "run", config, built.policy, header)
     launcher = Launcher(built, folder, reporter_on(quiet()), [])
     launcher.follow(config, Scripted({}), url)
-    assert "try sync.lr=1 sync.momentum=0" in launcher.watch.advice[FALLING]
     launcher._look(Stopper(print))
     first, second = (line["metrics"] for line in steps(tmp_path / "run"))
     assert first["outer/bytes per round"] is first["outer/bytes per replica"] is None and first["outer/tokens"] > 0
     assert second["outer/bytes per round"] == second["outer/bytes per replica"] > 0
     assert [line for line in events(tmp_path / "run") if "round 0: 1 of 1 members' reports are missing" in line]
+    # The replicas' own rewards rise, and those of the averaged weights fall.
+    last = steps(tmp_path / "run")[-1]
+    for number, own, heldout in ((6, 0.6, [0.9, 0.8]), (8, 0.9, [0.4, 0.3])):
+        launcher._record_step(last | {"step": number, "reward": {"mean": own, "sd": 0.1, "n": 8}})
+        launcher._record_evaluation(evaluation(number, heldout).model_dump(mode="json"))
+    (warned,) = [line for line in events(tmp_path / "run") if "the held-out reward fell from 0.850" in line]
+    assert "while the training reward went from" in warned and "try sync.lr=1 sync.momentum=0" in warned
     folder.close()
     built.close()
 
@@ -370,6 +378,12 @@ def test_dry_run_prints_the_commands_and_no_secret(make: Make, tmp_path: Path, m
 def test_settings_are_checked_before_anything_starts(words: list[str], says: str, make: Make) -> None:
     with pytest.raises(ConfigError, match=says):
         make(*words)
+
+
+def test_by_default_the_outer_step_takes_the_average(make: Make) -> None:
+    """With the paper's lr 0.7 and momentum 0.9 rewards decay where rounds or batches are small."""
+    for outer in (SyncSchedule.of(make("replicas=2").sync).outer, OuterSGD()):
+        assert (outer.lr, outer.momentum) == (1.0, 0.0)
 
 
 def test_half_of_the_replicas_are_a_quorum_by_default(make: Make) -> None:
@@ -496,6 +510,13 @@ def test_each_replica_of_a_machine_has_its_own_gpu(monkeypatch: pytest.MonkeyPat
         shown = get_executor(on).dry_run(job)
         assert [one["env"]["CUDA_VISIBLE_DEVICES"] for one in shown] == ["4", "6", "4"]
         assert all("CUDA_VISIBLE_DEVICES" not in one["env"] for one in get_executor(on).dry_run(Job("file:///x", 3)))
+    started: list[dict[str, Any]] = []
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", lambda *_, **given: started.append(given["env"]))
+        local = get_executor("local")
+        for replica in range(3):
+            local.start(job, replica, 1)
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in started] == ["4", "6", "4"], "what is shown is what is started"
     assert all(one["actor"]["num_gpus"] == 1 for one in get_executor("ray").dry_run(job))
     pairs = replace(job, replicas=2, ranks=2)  # a GPU for each rank
     shown = get_executor("local").dry_run(pairs)

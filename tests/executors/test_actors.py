@@ -71,7 +71,10 @@ def pipe(tmp_path: Path) -> Path:
 
 
 @pytest.fixture(params=["ray", "monarch"])
-def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
+def executor(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """On a machine of which Ray and Monarch believe that it has three GPUs."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 3}')
     made = get_executor(request.param)
     yield made
     made.stop()
@@ -80,7 +83,7 @@ def executor(request: pytest.FixtureRequest) -> Iterator[Any]:
 @pytest.mark.processes
 def test_codes_words_restarts_and_the_end(executor: Any, pipe: Path) -> None:
     """One session of each, since starting one is slow."""
-    job = Quick(str(pipe), 3, {"EARNEST_TEST": "1"})
+    job = Quick(str(pipe), 3, {"EARNEST_TEST": "1"}, gpu=True)
     for replica in range(3):
         executor.start(job, replica, 1)
     first, second = wait_for(executor, 2)
@@ -92,6 +95,11 @@ def test_codes_words_restarts_and_the_end(executor: Any, pipe: Path) -> None:
 
     assert executor.poll() == [], "the third still waits"
     (worker,) = children(pipe)
+    own = dict(line.partition("=")[::2] for line in Path(f"/proc/{worker}/environ").read_text().split("\0"))
+    assert own["EARNEST_TEST"] == "1"
+    assert own["CUDA_VISIBLE_DEVICES"] in (("6",) if executor.name == "monarch" else ("4", "5", "6")), (
+        "a GPU of its own"
+    )
     os.kill(worker, signal.SIGKILL)
     (killed,) = wait_for(executor, 1)
     assert (killed.replica, killed.code) == (2, -signal.SIGKILL)

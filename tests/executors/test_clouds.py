@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -151,6 +152,9 @@ def test_jobs_are_looked_at_rarely_and_cancelled_whatever_fails(hub: dict[str, A
     for _ in range(50):
         assert executor.poll() == []
     assert len(hub["asked"]) - before == 2, "one look at each of two jobs"
+    assert 10 <= executor.every <= 30
+    hub["lost"], executor._next = 1, 0.0
+    assert executor.poll() == [] and executor._next - time.monotonic() > 1.9 * executor.every, "later after a failure"
     executor.every = 0.0
     hub["uncancellable"] = 4  # the first job's three tries, and one of the second's
     with pytest.raises(ExecutorError, match=r"1 jobs could not be cancelled and may still run: job-1\. Cancel each"):

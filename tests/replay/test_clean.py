@@ -50,6 +50,7 @@ RECORDS = [
     "Ärger, Größe und Übermut: drei Wörter mit Umlauten, die jeder Filter als Buchstaben zählen soll.",
     "Ein Satz mit „Anführungszeichen“ – und einem Gedankenstrich … sowie 😀 einem Gesicht darin.",
     "word " * 30,
+    "A\u3000line of text\u3000with wide blanks (U+3000) between some of its words, as in Japanese sentences.",
 ]
 RECIPE = [
     Op("text_length", settings={"min": 10, "max": 5000}),
@@ -98,7 +99,7 @@ def test_data_juicer_and_the_built_in_filters_keep_the_same_records(juicer: list
     left = list(range(len(RECORDS)))
     for op in RECIPE:
         left = [i for i, v in zip(left, BuiltIn().judge(op, [RECORDS[i] for i in left]), strict=True) if v.keep]
-    assert left == juicer[0]["survivors"] == [0, 1, 8, 9, 10]
+    assert left == juicer[0]["survivors"] == [0, 1, 8, 9, 10, 12]
     for number, op in enumerate(RECIPE):
         ours = BuiltIn().judge(op, RECORDS)
         assert [v.keep for v in ours] == [keep for keep, _ in theirs[number]], op.op
@@ -141,6 +142,7 @@ def test_without_data_juicer_the_message_has_the_install_line() -> None:
 
 def test_measures_by_hand() -> None:
     assert words('He said: "two words" – 3 times!\n\tok') == ["He", "said", "two", "words", "times", "ok"]
+    assert words("wide\u3000blanks divide no words, as in data-juicer")[0] == "wide\u3000blanks"
     assert special_share("ab 1") == 0.5
     assert special_share("") == 0.0
     # n = 2 of "abab": ab, ba, ab; distinct 2, √2 → 1, repeated 1: the 2 of "ab" among 3

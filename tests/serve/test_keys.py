@@ -122,7 +122,9 @@ def test_a_request_without_a_key_is_refused(locked: Live) -> None:
     with _as(locked, None) as nobody, _as(locked, "tml-guess") as guess:
         for path in ("/v1/models", "/v1/adapters", "/v1/events", "/v1/feedback?adapter=other"):
             assert nobody.get(path).status_code == 401, path
-            assert guess.get(path).status_code == 401, path
+            refused = guess.get(path)
+            assert refused.status_code == 401, path
+            assert refused.headers["WWW-Authenticate"].startswith("Bearer "), path
         assert nobody.post("/api/v1/create_session", json={}).status_code == 401
         assert guess.post("/api/v1/create_session", json={}).status_code == 401
         assert set(nobody.get("/health").json()) == {"status", "version", "accepts_feedback"}

@@ -5,9 +5,12 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from earnest.serve import changes
 from earnest.serve.changes import ChangeWatcher
 from tests.serve.conftest import Live, serving
 from tests.serve.test_keys import OWNER, TEACHER, _as, _file
@@ -68,3 +71,22 @@ def test_old_conversations_are_deleted(old: Live) -> None:
     assert old.http.delete(f"/v1/chat/completions/{fresh['id']}").json()["deleted"] is True
     assert old.post("/v1/adapters/assistant/purge", {"before": time.time() + 1})["deleted"] == 1
     assert old.http.get(f"/v1/chat/completions/{waiting['id']}").status_code == 404
+
+
+def test_the_server_deletes_them_by_itself_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(changes, "EVERY", 0.01)
+    monkeypatch.setattr(changes, "PURGE_EVERY", 0.02)
+    limits: list[float] = []
+    state: Any = SimpleNamespace(
+        settings=SimpleNamespace(keep_days=2),
+        store=SimpleNamespace(purge=limits.append),
+        bus=SimpleNamespace(watched=False),
+    )
+    watcher = ChangeWatcher(state)
+    watcher.start()
+    end = time.monotonic() + 30
+    while len(limits) < 2 and time.monotonic() < end:
+        time.sleep(0.01)
+    watcher.close()
+    assert len(limits) >= 2
+    assert all(limit == pytest.approx(time.time() - 2 * 86400, abs=60) for limit in limits)

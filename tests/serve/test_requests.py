@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from earnest.errors import EarnestError
 from earnest.serve import ServeSettings, server
 from tests.models.test_loading import Hub, response
 from tests.serve.conftest import Live, serving
+from tests.serve.test_keys import OWNER, READER, _as, _file
 from tests.serve.test_learning import SMALL
 
 ASK = {"model": "base", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 2}
@@ -119,12 +121,14 @@ def test_slow_headers_and_slow_bodies_are_ended(tmp_path: Path) -> None:
 
 
 def test_streams_of_events_have_a_bound(tmp_path: Path) -> None:
-    with serving(tmp_path, max_streams=2) as live:
+    with serving(tmp_path, OWNER, keys=_file(tmp_path), max_streams=2) as live, _as(live, READER) as reader:
         with live.http.stream("GET", "/v1/events") as first, live.http.stream("GET", "/v1/events") as second:
             lines = [stream.iter_lines() for stream in (first, second)]
             assert all(next(found) for found in lines)
             with live.http.stream("GET", "/v1/events") as beyond:
                 assert beyond.status_code == 429
+            with reader.stream("GET", "/v1/events") as other:
+                assert other.status_code == 200, "each key has its own bound"
         while live.state.streams.total():
             time.sleep(0.01)
         with live.http.stream("GET", "/v1/events") as third:
@@ -158,7 +162,11 @@ def _pages(live: Live, most: int) -> None:
     live.state.store.db.submit(lambda c: c.execute(f"PRAGMA max_page_count = {most}").fetchone()).result()
 
 
-def test_a_full_disk(tmp_path: Path) -> None:
+def _full(*_: Any) -> None:
+    raise sqlite3.OperationalError("database or disk is full")
+
+
+def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(tmp_path) as live:
         live.state.wait()
         chat = live.chat()
@@ -173,8 +181,10 @@ def test_a_full_disk(tmp_path: Path) -> None:
         assert live.http.post("/v1/chat/completions", json=ask | {"store": False}).status_code == 200
         said = live.http.post("/v1/feedback", json={"completion_id": chat["id"], "text": "Warmer. " * 1000})
         assert said.status_code == 507
-        health = live.get("/health")
-        assert health["accepts_feedback"] is False or "storage" not in health  # one small row may still fit
+        with monkeypatch.context() as patch:  # not even the small row fits by which the server tests the disk
+            patch.setattr(live.state.store.db, "write", _full)
+            health = live.get("/health")
+        assert health["accepts_feedback"] is False and "nothing can be stored: " in health["storage"]
         assert live.get("/v1/models")["data"]
         streamed = live.http.post("/v1/chat/completions", json=ask | {"stream": True}).text
         assert "insufficient_storage" in streamed and "[DONE]" not in streamed
