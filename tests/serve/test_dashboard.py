@@ -13,11 +13,13 @@ import httpx
 import pytest
 from playwright.sync_api import Browser, expect
 
+import earnest as en
 from earnest.serve.keys import new_key
 from earnest.serve.rows import StoredCompletion
 from tests.report import folders
 from tests.report.browser import PATIENCE, Watched, chromium
 from tests.serve.conftest import Live, serving
+from tests.serve.test_push import files, zipped
 
 pytestmark = pytest.mark.browser
 
@@ -275,6 +277,61 @@ def test_roll_back_is_for_older_versions_only(browser: Browser, live: Live, adap
             "() => [...document.querySelectorAll('#version-curves .plot')].map((n) => n.getBoundingClientRect().top)"
         )
         assert len(tops) == 3 and max(tops) - min(tops) < 1, "the charts of a row are level"
+
+
+def test_settings_of_a_chat_fork_delete_and_pushes(browser: Browser, live: Live, adapter: Any, tmp_path: Path) -> None:
+    """A system prompt and a temperature reach the model; an adapter is forked and deleted; pushes make one line."""
+    name = adapter("page/settings")
+    live.state.wait()
+    pushed = zipped(files(en.attach(en.load("nano"), en.LoRA(rank=1), targets=["q_proj"]).save(tmp_path / "a", "nano")))
+    with visiting(browser, live.url) as watched:
+        page = watched.page
+        page.select_option("#adapter", name)
+        page.get_by_text("System prompt").first.click()
+        page.fill("#system", "Be brief.")
+        page.fill("#temperature", "0.3")
+        page.fill("#words", "Hello!")
+        with page.expect_request("**/v1/chat/completions") as asked:
+            page.press("#words", "Enter")
+        body = asked.value.post_data_json
+        assert body["temperature"] == 0.3
+        assert body["messages"] == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello!"}]
+        expect(page.locator(".turn.answer summary")).to_be_visible()
+
+        page.once("dialog", lambda dialog: dialog.accept("page/forked"))
+        page.get_by_role("button", name="Fork (version 0)").click()
+        fork = page.locator('[data-adapter="page/forked"]')
+        expect(fork).to_contain_text(f"from {name}")
+        page.once("dialog", lambda dialog: dialog.dismiss())
+        fork.get_by_role("button", name="Delete page/forked").click()
+        assert live.get("/v1/adapters/page/forked")["name"] == "page/forked", "it was not confirmed"
+        page.once("dialog", lambda dialog: dialog.accept())
+        fork.get_by_role("button", name="Delete page/forked").click()
+        expect(fork).to_have_count(0)
+        assert live.http.get("/v1/adapters/page/forked").status_code == 404
+
+        for _ in range(3):
+            query = {"lora_name": "page/pushed", "load_inplace": True}
+            assert live.http.post("/v1/upload_lora_adapter", params=query, content=pushed).status_code == 200
+        assert live.http.post("/v1/unload_lora_adapter", json={"lora_name": "page/pushed"}).status_code == 200
+        expect(page.locator("#events li").first).to_contain_text("(4 events)")
+        expect(page.locator("#events li", has_text="page/pushed")).to_have_count(1)
+        assert_quiet(watched, live.url)
+
+
+def test_words_that_stay_the_same_come_with_the_log_probs_that_moved(
+    browser: Browser, live: Live, adapter: Any
+) -> None:
+    name = adapter("page/same", updates=1, optimizer={"kind": "adamw", "lr": 1e-6})
+    live.learned(live.teach(live.chat(name), better="The fox is quick."))
+    version = live.get(f"/v1/adapters/{name}/versions/1")
+    assert version["answers"][0]["before"] == version["answers"][0]["after"]
+    with visiting(browser, live.url) as watched:
+        watched.page.select_option("#adapter", name)
+        change = watched.page.locator(".change").first
+        expect(change.locator(".after .head")).to_contain_text("the same words")
+        (role,) = version["metrics"]["logprob_before"]
+        expect(change.locator(".moved")).to_contain_text(f"the mean log-probs per token moved: {role} \N{MINUS SIGN}")
 
 
 def test_failed_feedback_and_buttons_on_a_phone(browser: Browser, live: Live, adapter: Any) -> None:
