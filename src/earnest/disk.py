@@ -68,11 +68,14 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def write_text(path: Path, text: str) -> None:
     """Write a temporary file, sync it, rename it: a reader finds the old file or the new one, never a part."""
     fresh = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with fresh.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.replace(path)
+    try:
+        with fresh.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        fresh.replace(path)
+    finally:
+        fresh.unlink(missing_ok=True)
     sync(path.parent)
 
 

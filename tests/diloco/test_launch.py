@@ -487,7 +487,7 @@ def test_a_worker_dies_with_its_launcher(tmp_path: Path) -> None:
         "from earnest.diloco.executors.base import Job\n"
         f"Job.words = lambda self, replica: {words!r}\nexecutor = LocalExecutor()\n"
         f"executor.start(Job('file:///x', 1, folder={str(tmp_path)!r}), 0, 1)\n"
-        "print(executor.processes()[0], flush=True)\ntime.sleep(600)"
+        "print(executor.running[0][1].process.pid, flush=True)\ntime.sleep(600)"
     )
     launcher = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert launcher.stdout is not None

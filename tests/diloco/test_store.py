@@ -57,7 +57,7 @@ class Memory:
         return self.objects.get(key)
 
     def list(self, prefix: str) -> Any:
-        return [k for k in self.objects if k.startswith(prefix)]
+        return [k for k in list(self.objects) if k.startswith(prefix)]  # other threads add keys
 
     def delete(self, keys: Any) -> None:
         for key in keys:

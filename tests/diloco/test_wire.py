@@ -19,13 +19,11 @@ from earnest.diloco.wire import (
     KINDS,
     Wire,
     decode,
+    pack_bits,
     pack_gaps,
-    pack_nibbles,
-    pack_quarters,
     quantize,
+    unpack_bits,
     unpack_gaps,
-    unpack_nibbles,
-    unpack_quarters,
     visible,
 )
 from earnest.errors import ConfigError
@@ -73,11 +71,11 @@ def test_gaps_come_back(at: list[int]) -> None:
     assert unpack_gaps(pack_gaps(torch.tensor(at, dtype=torch.int64))).tolist() == at
 
 
-@given(st.lists(st.integers(-7, 7)))
-def test_nibbles_come_back(levels: list[int]) -> None:
-    packed = pack_nibbles(torch.tensor(levels, dtype=torch.int8))
-    assert packed.numel() == -(-len(levels) // 2)
-    assert unpack_nibbles(packed, len(levels)).tolist() == levels
+@given(st.lists(st.integers(0, 15)))
+def test_nibbles_come_back(codes: list[int]) -> None:
+    packed = pack_bits(torch.tensor(codes, dtype=torch.uint8), 4)
+    assert packed.numel() == -(-len(codes) // 2)
+    assert unpack_bits(packed, len(codes), 4).tolist() == codes
 
 
 @given(vectors)
@@ -205,9 +203,9 @@ def test_sparseloco_sends_a_share_of_every_chunk(n: int, density: float, seed: i
 
 @given(st.lists(st.integers(0, 3)))
 def test_quarters_come_back(codes: list[int]) -> None:
-    packed = pack_quarters(torch.tensor(codes, dtype=torch.uint8))
+    packed = pack_bits(torch.tensor(codes, dtype=torch.uint8), 2)
     assert packed.numel() == -(-len(codes) // 4)
-    assert unpack_quarters(packed, len(codes)).tolist() == codes
+    assert unpack_bits(packed, len(codes), 2).tolist() == codes
 
 
 @pytest.mark.parametrize(

@@ -8,13 +8,12 @@ from typing import Annotated
 
 import typer
 
+from earnest import listings
 from earnest.commands.common import Json, show_listings
 
 
 def recipes(as_json: Json = False) -> None:
     """List the recipes and experiments."""
-    from earnest import listings
-
     show_listings(listings.recipes(), as_json)
 
 
@@ -37,8 +36,6 @@ def objectives(
     as_json: Json = False,
 ) -> None:
     """The terms of a loss, each with its paper."""
-    from earnest import listings
-
     _import(imports)
     show_listings(listings.objectives() if kind is None else listings.objective(kind), as_json)
 
@@ -51,8 +48,6 @@ def adapters(
     as_json: Json = False,
 ) -> None:
     """The adapters, each with its paper and its learning rate."""
-    from earnest import listings
-
     _import(imports)
     if not (check or compile):
         show_listings(listings.adapters() if kind is None else listings.adapter(kind), as_json)
@@ -73,8 +68,6 @@ def tasks(
 ) -> None:
     """List the tasks (with --json also every dataset of reasoning-gym); with NAME show its description, its settings
     and three prompts with grades."""
-    from earnest import listings
-
     _import(imports)
     several = name is None or name == listings.GYM
     show_listings(listings.tasks(name, datasets=as_json) if several else listings.task(str(name)), as_json)
@@ -82,8 +75,6 @@ def tasks(
 
 def models(as_json: Json = False) -> None:
     """List the models that have a name."""
-    from earnest import listings
-
     show_listings(listings.models(), as_json)
 
 
@@ -92,8 +83,6 @@ def runs(
     as_json: Json = False,
 ) -> None:
     """List the runs in a folder, newest first: status, steps, held-out numbers."""
-    from earnest import listings
-
     show_listings(listings.runs(folder), as_json)
 
 

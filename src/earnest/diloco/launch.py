@@ -98,7 +98,10 @@ def start(recipe: str, config: RunConfig, console: Console | None = None, *, on:
         header = {"recipe": recipe, **setup.describe(), "url": url, "on": on}
         run = RunFolder.create(place, config, setup.policy, header)
         try:
-            _put(url, recipe, dump(config), _rows(setup))
+            if not _put(url, recipe, dump(config), _rows(setup)):
+                raise StoreError(
+                    f"there is a run at {url} already; join it: `earnest worker {url}`, or choose another out=."
+                )
         except StoreError as error:
             run.update(status="failed", reason=str(error))
             run.close()
@@ -125,13 +128,7 @@ def _rows(setup: Setup) -> str | None:
     return None if setup.data is None else setup.data.dataset.sha256
 
 
-def _put(url: str, recipe: str, config: str, rows: str | None = None) -> None:
-    """Check the store, and write the run's settings into it."""
-    if not _put_settings(url, recipe, config, rows):
-        raise StoreError(f"there is a run at {url} already; join it: `earnest worker {url}`, or choose another out=.")
-
-
-def _put_settings(url: str, recipe: str, config: str, rows: str | None) -> bool:
+def _put(url: str, recipe: str, config: str, rows: str | None = None) -> bool:
     """Refuse a store that overwrites, then write the settings; False: a run's settings are there already."""
     bucket = Bucket.open(url, writer="launcher")
     bucket.probe()
@@ -144,7 +141,7 @@ def resume(run: RunFolder, config: RunConfig, console: Console) -> Finished:
     executor = get_executor(str(run.header["on"]))
     setup = _build(config, console)
     try:
-        _put_settings(str(run.header["url"]), str(run.header["recipe"]), dump(config), _rows(setup))
+        _put(str(run.header["url"]), str(run.header["recipe"]), dump(config), _rows(setup))
         return _go(Launcher(setup, run, reporter_on(console), []), config, executor, str(run.header["url"]), console)
     finally:
         setup.close()

@@ -23,17 +23,6 @@ from earnest.diloco.protocol import Contribution, RoundResult, Rules, digest, fi
 from earnest.diloco.wire import FlatVector, Wire, decode
 
 
-class PendingAverage:
-    """The result of ``allreduce`` (torchft's Work): ``wait`` fills the tensors with the average."""
-
-    def __init__(self, manager: BucketManager) -> None:
-        self._manager = manager
-
-    def wait(self, timeout: Any = None) -> bool:
-        self._manager.finish()
-        return True
-
-
 @dataclass
 class BucketManager:
     """One replica's part of each round. ``globals`` is the state that the replicas agree on; it has the round's
@@ -89,10 +78,16 @@ class BucketManager:
     def current_step(self) -> int:
         return self.globals.round
 
-    def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = None) -> PendingAverage:
+    def allreduce(self, tensor: Tensor, should_quantize: bool = False, reduce_op: Any = None) -> BucketManager:
+        """The manager itself stands for torchft's Work."""
         del should_quantize, reduce_op  # torchft always passes AVG; the wire decides on quantization
         self._gathered.append(tensor)
-        return PendingAverage(self)
+        return self
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Fill the gathered tensors with the average."""
+        self.finish()
+        return True
 
     def should_commit(self, timeout: Any = None) -> bool:
         """Always True (a round that cannot be finished raises); also applies the average to the agreed state."""

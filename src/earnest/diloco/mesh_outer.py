@@ -7,7 +7,6 @@ settings is read from the bucket by another rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,18 +16,8 @@ from earnest.diloco.lighthouse import LighthouseOuter
 from earnest.diloco.outer import ReplicaOuter, WeightCopies
 from earnest.engines.mesh import Mesh
 
-
-@dataclass(frozen=True)
-class _News:
-    """What rank 0 knows after a call: its progress, and the weights if synchronizing has changed them."""
-
-    result: Any
-    round: int
-    updates: int
-    over: bool
-    between: bool
-    heals: int
-    weights: list[Tensor] | None
+PROGRESS = ("round", "updates", "over", "between", "heals")
+"""What the other ranks take over from rank 0 after each call."""
 
 
 class MeshOuter:
@@ -53,22 +42,21 @@ class MeshOuter:
         return dict(found)
 
     def _together(self, engine: Any, call: Callable[[Any], Any], changed: Callable[[Any], bool]) -> Any:
-        news: _News | None = None
+        news: tuple[Any, dict[str, Any], list[Tensor] | None] | None = None
         if self.first is not None:
             result = call(self.first)
             copies = [c.detach() for c in self.weights.copies] if changed(result) else None
-            first = self.first
-            news = _News(result, first.round, first.updates, first.over, first.between, first.heals, copies)
+            news = result, {name: getattr(self.first, name) for name in PROGRESS}, copies
         news = self.mesh.from_first(news)
         assert news is not None, "rank 0 has made it"
-        self.round, self.updates, self.heals = news.round, news.updates, news.heals
-        self.over, self.between = news.over, news.between
-        if self.first is None and news.weights is not None:
+        result, progress, weights = news
+        vars(self).update(progress)
+        if self.first is None and weights is not None:
             with torch.no_grad():
-                for own, agreed in zip(self.weights.copies, news.weights, strict=True):
+                for own, agreed in zip(self.weights.copies, weights, strict=True):
                     own.copy_(agreed)
             self.weights.push(engine)
-        return news.result
+        return result
 
     def close(self) -> None:
         """End what rank 0 started to synchronize."""

@@ -93,7 +93,7 @@ class Wire:
             return {"values": levels, "scale": scale}
         if self.kind == "int4":
             levels, scale = quantize(v, 7, INT4_BLOCK)
-            return {"values": pack_nibbles(levels), "scale": scale}
+            return {"values": pack_bits((levels + 8).to(torch.uint8), 4), "scale": scale}
         if self.kind == "topk":
             at = largest(v, self.density or DENSITY, v.numel())
             levels, scale = quantize(v[at], 127, INT8_BLOCK)
@@ -101,7 +101,7 @@ class Wire:
         if self.kind == "sparseloco":
             at = largest(v, self.density or DENSITY, CHUNK)
             codes, magnitudes = two_bits(v[at], at // CHUNK, -(-v.numel() // CHUNK))
-            return {"gaps": pack_gaps(at), "values": pack_quarters(codes), "magnitudes": magnitudes}
+            return {"gaps": pack_gaps(at), "values": pack_bits(codes, 2), "magnitudes": magnitudes}
         at = visible(start, v).nonzero()[:, 0]
         return {"gaps": pack_gaps(at), "values": v[at]}
 
@@ -136,12 +136,12 @@ def _unpack(kind: str, parts: Mapping[str, Tensor], n: int) -> FlatVector:
     if kind == "int8":
         return dequantize(values, parts["scale"], 127, INT8_BLOCK)
     if kind == "int4":
-        return dequantize(unpack_nibbles(values, n), parts["scale"], 7, INT4_BLOCK)
+        return dequantize(unpack_bits(values, n, 4).to(torch.int8) - 8, parts["scale"], 7, INT4_BLOCK)
     vector, at = torch.zeros(n), unpack_gaps(parts["gaps"])
     if kind == "topk":
         values = dequantize(values, parts["scale"], 127, INT8_BLOCK)
     elif kind == "sparseloco":
-        values = from_two_bits(unpack_quarters(values, at.numel()), parts["magnitudes"], at // CHUNK)
+        values = from_two_bits(unpack_bits(values, at.numel(), 2), parts["magnitudes"], at // CHUNK)
     vector[at] = values
     return vector
 
@@ -194,29 +194,17 @@ def from_two_bits(codes: UInt8[Tensor, " n"], magnitudes: Float[Tensor, " m"], c
     return torch.where(codes >= 2, -sizes, sizes)
 
 
-def pack_quarters(codes: UInt8[Tensor, " n"]) -> UInt8[Tensor, " m"]:
-    """Four codes (0 … 3) per byte."""
-    four = torch.nn.functional.pad(codes, (0, -codes.numel() % 4)).view(-1, 4)
-    return four[:, 0] | (four[:, 1] << 2) | (four[:, 2] << 4) | (four[:, 3] << 6)
+def pack_bits(codes: UInt8[Tensor, " n"], bits: int) -> UInt8[Tensor, " m"]:
+    """8 / bits codes (0 … 2^bits − 1) per byte, the first in the lowest bits."""
+    several = torch.nn.functional.pad(codes, (0, -codes.numel() % (8 // bits))).view(-1, 8 // bits)
+    return (several << torch.arange(0, 8, bits, dtype=torch.uint8)).sum(1, dtype=torch.uint8)
 
 
-def unpack_quarters(packed: UInt8[Tensor, " m"], n: int) -> UInt8[Tensor, " n"]:
-    if packed.numel() != -(-n // 4):
+def unpack_bits(packed: UInt8[Tensor, " m"], n: int, bits: int) -> UInt8[Tensor, " n"]:
+    if packed.numel() != -(-n * bits // 8):
         raise ValueError(f"{packed.numel()} bytes for {n} codes")
-    return torch.stack([packed & 3, packed >> 2 & 3, packed >> 4 & 3, packed >> 6], 1).reshape(-1)[:n]
-
-
-def pack_nibbles(levels: Int[Tensor, " n"]) -> UInt8[Tensor, " m"]:
-    """Two levels (−8 … 7) per byte."""
-    both = torch.nn.functional.pad(levels + 8, (0, levels.numel() % 2)).to(torch.uint8).view(-1, 2)
-    return both[:, 0] | (both[:, 1] << 4)
-
-
-def unpack_nibbles(packed: UInt8[Tensor, " m"], n: int) -> Int[Tensor, " n"]:
-    both = torch.stack([packed & 15, packed >> 4], 1).reshape(-1)
-    if both.numel() - n not in (0, 1):
-        raise ValueError(f"{packed.numel()} bytes for {n} levels")
-    return both[:n].to(torch.int8) - 8
+    several = packed[:, None] >> torch.arange(0, 8, bits, dtype=torch.uint8) & 2**bits - 1
+    return several.reshape(-1)[:n]
 
 
 def pack_gaps(at: Int[Tensor, " k"]) -> UInt8[Tensor, " m"]:

@@ -122,7 +122,8 @@ class ReplicaLoop(TrainingLoop):
         if self.outer.between:
             self.rewards = []
         self.rewards += [a.grade.reward for a in collected.attempts]
-        self.outer.meta["rewards"] = _summary(self.rewards)
+        rewards = self.rewards  # n, Σ r, Σ r²: those of replicas add up
+        self.outer.meta["rewards"] = [float(len(rewards)), sum(rewards), sum(r * r for r in rewards)]
         return collected
 
     def _one_step(self, step: int) -> None:
@@ -140,11 +141,6 @@ class ReplicaLoop(TrainingLoop):
             self.run.event("info", f"from step {self.step} to step {wanted} with round {self.outer.round}")
             self.source = BatchSource(self.setup, position=wanted * config.sampling.prompts_per_step)
             self.step = wanted
-
-
-def _summary(rewards: list[float]) -> list[float]:
-    """[n, Σ r, Σ r²]: summaries of replicas add up."""
-    return [float(len(rewards)), sum(rewards), sum(r * r for r in rewards)]
 
 
 def work(url: str, replica: int | None, folder: Path | None, console: Console) -> int | None:

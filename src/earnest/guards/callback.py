@@ -22,6 +22,7 @@ from transformers import TrainerCallback
 
 from earnest.adapters import Adapter
 from earnest.disk import write_tensors
+from earnest.guards.directions import by_owner
 from earnest.guards.errors import GuardError
 from earnest.guards.guard import DirectionGuard
 
@@ -74,10 +75,7 @@ class GuardCallback(TrainerCallback):
                 f"the trainer resumes, and {folder / STATE} with the adapter's and the guard's state cannot be read "
                 f"({error}); give GuardCallback(…, resume=<that checkpoint>), or train from the start."
             ) from error
-        parts: dict[str, dict[str, Tensor]] = {"adapter": {}, "guard": {}}
-        for key, value in tensors.items():
-            owner, _, name = key.partition(".")
-            parts[owner][name] = value
+        parts = by_owner(tensors, ("adapter", "guard"), STATE)
         self.adapter.load_state_dict(parts["adapter"])
         self.guard.load_state_dict(parts["guard"])
 

@@ -8,7 +8,7 @@ direction. Shapes: k directions of a module, n numbers of its parameter, flatten
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -20,6 +20,18 @@ from earnest.disk import write_tensors
 from earnest.guards.errors import GuardError
 
 FORMAT = "earnest-directions-1"
+PARTS = ("basis", "strength", "agreement", "validated")
+
+
+def by_owner(tensors: Mapping[str, Tensor], owners: Sequence[str], what: str) -> dict[str, dict[str, Tensor]]:
+    """The tensors of ``what``, by the two parts of their keys "<owner>.<name>"."""
+    parts: dict[str, dict[str, Tensor]] = {owner: {} for owner in owners}
+    for key, value in tensors.items():
+        owner, _, name = key.partition(".")
+        if owner not in parts:
+            raise GuardError(f"{key!r} is not part of {what}, which has {', '.join(parts)}.")
+        parts[owner][name] = value
+    return parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,19 +96,13 @@ class Directions:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything but ``source`` and ``facts``, by "<what>.<module>"."""
-        parts = ("basis", "strength", "agreement", "validated")
-        return {f"{p}.{n}": t for p in parts for n, t in getattr(self, p).items()}
+        return {f"{p}.{n}": t for p in PARTS for n, t in getattr(self, p).items()}
 
     @classmethod
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], source: str = "given", facts: Mapping[str, float] | None = None
     ) -> Directions:
-        parts: dict[str, dict[str, Tensor]] = {"basis": {}, "strength": {}, "agreement": {}, "validated": {}}
-        for key, value in tensors.items():
-            what, _, name = key.partition(".")
-            if what not in parts:
-                raise GuardError(f"{key!r} is not part of a file of directions, which has {', '.join(parts)}.")
-            parts[what][name] = value
+        parts = by_owner(tensors, PARTS, "a file of directions")
         return cls(**parts, source=source, facts=dict(facts or {}))
 
     def save(self, path: Path | str) -> Path:

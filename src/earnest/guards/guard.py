@@ -27,7 +27,7 @@ from torch import Tensor
 from earnest.adapters.linalg import is_sharded
 from earnest.engines.trained import as_shard, part_of, sum_of_parts
 from earnest.errors import nearest
-from earnest.guards.directions import Directions
+from earnest.guards.directions import Directions, by_owner
 from earnest.guards.errors import GuardError, GuardWarning
 from earnest.guards.gates import At, Gate, Rule
 from earnest.guards.quarantine_optimizer import QuarantineOptimizer
@@ -233,12 +233,7 @@ class DirectionGuard:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Load a state. A state of other parameters is refused; then nothing is loaded."""
         # "twin" is the key of the second optimizer in checkpoints.
-        parts: dict[str, dict[str, Tensor]] = {"directions": {}, "quarantine": {}, "twin": {}, "updates": {}}
-        for key, value in state.items():
-            owner, _, name = key.partition(".")
-            if owner not in parts:
-                raise GuardError(f"{key!r} is not part of a guard's state, which has {', '.join(parts)}.")
-            parts[owner][name] = value
+        parts = by_owner(state, ("directions", "quarantine", "twin", "updates"), "a guard's state")
         if not parts["updates"]:
             raise GuardError("this is not a guard's state; resume with the guard of the first run.")
         directions = Directions.from_tensors(parts["directions"], self.directions.source, self.directions.facts)

@@ -42,7 +42,9 @@ class QuarantineOptimizer:
         self.optimizer = self._make()
 
     def _make(self) -> torch.optim.Optimizer:
-        made = type(self.first)(self._groups, **_required(self.first))
+        # A constructor may require a learning rate even if every group sets one.
+        kind: Any = type(self.first)
+        made: torch.optim.Optimizer = kind(self._groups, lr=self.first.param_groups[0]["lr"])
         if isinstance(made, MuonAndAdamW):
             made.held = lambda quarantine: self._held[id(quarantine)]
         return made
@@ -78,8 +80,3 @@ class QuarantineOptimizer:
             held = {k: self._owner(k)[1] for k in state}
             own = {k: part_of(v, held[k]) if v.shape == held[k].shape else v for k, v in state.items()}
             restore_optimizer(self.optimizer, own, meta | {"names": sorted(state)})
-
-
-def _required(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """A constructor may require a learning rate even if every group sets one."""
-    return {"lr": optimizer.param_groups[0]["lr"]}

@@ -1,7 +1,5 @@
 """data-juicer's operators as a backend, kept from installing anything.
 
-    python -m earnest.replay.juicer < [{"ops": [...], "texts": [...]}]    for a caller in another environment
-
 Problems of py-data-juicer 1.6.1 that this file avoids: missing imports are installed at run time, torch included; an
 operator that raises drops its whole batch where ``skip_op_error`` is on; the MinHash operator treats all texts shorter
 than its window as duplicates of each other, and its default bands import scipy.
@@ -9,17 +7,15 @@ than its window as duplicates of each other, and its default bands import scipy.
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
 from earnest.errors import MissingExtra
 from earnest.replay.errors import CleaningError
-from earnest.replay.filters import FilterResult, Op
+from earnest.replay.filters import DUPLICATES, FilterResult, Op
 
 OPERATORS = {
     "text_length": ("text_length_filter", "TextLengthFilter", "text_len", ("min_len", "max_len")),
@@ -57,11 +53,7 @@ class Juicer:
         forbid_installs()
 
     def judge(self, op: Op, texts: Sequence[str]) -> list[FilterResult]:
-        if op.op == "exact_duplicates":
-            return self._repeats(op, list(texts))
-        if op.op == "near_duplicates":
-            return self._repeats(op, list(texts))
-        return self._measure(op, list(texts))
+        return (self._repeats if op.op in DUPLICATES else self._measure)(op, list(texts))
 
     def _measure(self, op: Op, texts: list[str]) -> list[FilterResult]:
         module, cls, key, bounds = OPERATORS[op.op]
@@ -136,23 +128,3 @@ def forbid_installs() -> None:
                 f"this data-juicer has no LazyLoader.{name}, so its installs cannot be stopped; use 1.6."
             )
         setattr(LazyLoader, name, classmethod(refuse))
-
-
-def main() -> None:
-    """For a caller in another environment: verdicts of each op on all texts, and the texts that pass all of them in
-    turn."""
-    backend = Juicer()
-    sys.stdout.write(json.dumps([_answer(backend, job["ops"], job["texts"]) for job in json.load(sys.stdin)]))
-
-
-def _answer(backend: Juicer, ops: Sequence[dict[str, Any]], texts: Sequence[str]) -> dict[str, Any]:
-    made = [Op(op["op"], op["field"], op["settings"]) for op in ops]
-    verdicts = [[[v.keep, v.value] for v in backend.judge(op, texts)] for op in made]
-    left = list(range(len(texts)))
-    for op in made:
-        left = [i for i, v in zip(left, backend.judge(op, [texts[i] for i in left]), strict=True) if v.keep]
-    return {"verdicts": verdicts, "survivors": left}
-
-
-if __name__ == "__main__":
-    main()

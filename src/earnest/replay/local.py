@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from earnest.data import hindsight
+from earnest.replay.endpoint import Usage
 from earnest.replay.traces import AssistantTurn, Message
 
 CHUNK = 64
@@ -25,12 +26,11 @@ class UnusableTurn(Exception):
 
 @dataclass(frozen=True)
 class Answered:
-    """A policy's answer and its length, or why there is none."""
+    """A policy's answer, or why there is none; and its cost."""
 
     message: Message | None
     why: str
-    prompt_tokens: int
-    completion_tokens: int
+    usage: Usage
 
 
 def hindsight_messages(turn: AssistantTurn) -> list[dict[str, Any]]:
@@ -81,7 +81,8 @@ class LocalPolicy:
             message, why = None, f"cut off at {max_tokens} tokens"
             if completion.finish == "stop":
                 message, why = self.read(prompts[number], completion.tokens, tools[number] if tools else ())
-            found[number].append(Answered(message, why, len(prompts[number]), len(completion.tokens)))
+            usage = Usage(1, len(prompts[number]), len(completion.tokens))
+            found[number].append(Answered(message, why, usage))
         return found
 
     def read(

@@ -47,9 +47,8 @@ def _openai(record: Record) -> dict[str, Any]:
     else:
         answer = _responses(response["output"])
     messages = [_message(m) for m in (*asked, *answer)]
-    kept = {key: request[key] for key in ("tools", "model") if request.get(key) is not None}
-    kept["tools"] = [t if "function" in t else {"type": "function", "function": t} for t in kept.get("tools", ())]
-    return {"id": response.get("id"), "messages": messages, **kept}
+    model = {} if request.get("model") is None else {"model": request["model"]}
+    return {"id": response.get("id"), "messages": messages, "tools": _tools(request.get("tools")), **model}
 
 
 def _items(request: Record) -> list[Record]:
@@ -98,13 +97,13 @@ def _sharegpt(record: Record) -> dict[str, Any]:
             messages.append({"role": "tool", "tool_call_id": f"call_{answered}", "content": text})
         else:
             messages.append({"role": _SHAREGPT.get(role, role), "content": text})
-    tools = record.get("tools") or []
-    tools = json.loads(tools) if isinstance(tools, str) else tools
-    return {
-        "messages": messages,
-        "tools": [t if "function" in t else {"type": "function", "function": t} for t in tools],
-        "system": None,
-    }
+    return {"messages": messages, "tools": _tools(record.get("tools")), "system": None}
+
+
+def _tools(given: Any) -> list[Record]:
+    """Tools in OpenAI's form, from a list or its JSON, with or without the outer object."""
+    tools = json.loads(given) if isinstance(given, str) and given else given or ()
+    return [t if "function" in t else {"type": "function", "function": t} for t in tools]
 
 
 def _atif(record: Record) -> dict[str, Any]:

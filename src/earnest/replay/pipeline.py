@@ -7,16 +7,18 @@ settings continues.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from earnest.replay import judges
 from earnest.replay.clean import Cleaned, backend_of, clean
 from earnest.replay.costs import CostLedger
-from earnest.replay.endpoint import Endpoint, RetriesExhausted, Usage
+from earnest.replay.endpoint import Endpoint, RetriesExhausted
 from earnest.replay.errors import ReplayError
 from earnest.replay.journal import Journal, Kind
 from earnest.replay.leakage import Leakage, heldout_texts
@@ -100,7 +102,7 @@ class _Job:
             rest, failed = iter(todo), 0
             try:
                 while True:
-                    for ask in _take(rest, self.config.concurrency - len(waiting)):
+                    for ask in islice(rest, self.config.concurrency - len(waiting)):
                         self.ledger.demand_budget(self.config.max_cost)
                         waiting[pool.submit(one, ask)] = ask
                     if not waiting:
@@ -223,10 +225,9 @@ def _sample(job: _Job, teacher: TeacherEntry, policy: LocalPolicy, part: Sequenc
     )
     for ask, answers in zip(usable, found, strict=True):
         for sample, a in enumerate(answers):
-            usage = Usage(1, a.prompt_tokens, a.completion_tokens)
             key = Ask(ask.turn, teacher, sample).key
             message = None if a.message is None else dict(a.message)
-            record = job.journal.add("answer", key, usage, message=message, why=a.why)
+            record = job.journal.add("answer", key, a.usage, message=message, why=a.why)
             job.ledger.count("answer", teacher.label, record["usage"])
 
 
@@ -336,12 +337,5 @@ def _same(journal: Journal, ask: Ask) -> bool:
 
 def count(drops: Iterable[Drop]) -> dict[str, int]:
     """The count of each reason, the most frequent first."""
-    found: dict[str, int] = {}
-    for drop in drops:
-        found[drop.reason] = found.get(drop.reason, 0) + 1
+    found = Counter(drop.reason for drop in drops)
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
-
-
-def _take(rest: Iterable[Ask], n: int) -> Iterable[Ask]:
-    for _, ask in zip(range(n), rest, strict=False):
-        yield ask

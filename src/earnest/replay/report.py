@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from earnest.disk import write_json, write_text
 from earnest.replay.pairs import Pair
 from earnest.replay.pipeline import Drop, Replayed, count
 from earnest.replay.traces import plain_text
+from earnest.report.blocks import static
 from earnest.report.markup import Html, el, number
 
 EXAMPLES = 3
@@ -115,19 +115,10 @@ def _clip(text: str, length: int = SHOWN) -> str:
 
 def render(data: Mapping[str, Any]) -> str:
     """One HTML file that loads nothing."""
-    style = (resources.files("earnest.report") / "assets" / "page.css").read_text(encoding="utf-8")
     title = f"{data['pairs_kept']:,} preference pairs from {data['traces']:,} traces"
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content="default-src 'none'; style-src 'unsafe-inline'"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", f"{title} · earnest"),
-        el("style", Html(style + EXTRA)),
-    )
-    body = el(
-        "main",
+    return static(
+        f"{title} · earnest",
+        EXTRA,
         el("div", el("p", str(data["pairs"]), class_="kicker"), el("h1", title), class_="headline"),
         _section("The answers", _table(("what", "number", "for example"), rows(data))),
         *([_section("Pairs", *[_pair(e) for e in data["examples"]])] if data["examples"] else []),
@@ -138,7 +129,6 @@ def render(data: Mapping[str, Any]) -> str:
         ),
         *([_section("Malformed lines", _table(("line", "why"), _bad(data)))] if data["bad_lines"] else []),
     )
-    return f"<!doctype html>\n{el('html', head, el('body', body), lang='en')}\n"
 
 
 EXTRA = """

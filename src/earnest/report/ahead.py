@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from earnest.report.blocks import scroll, section
+from earnest.report.blocks import row, section, table
 from earnest.report.markup import Html, el, number
 from earnest.report.record import Run
 
@@ -19,6 +19,8 @@ NAMES = {
     "sampler/restarts": "samplers that were started again, so far",
 }
 
+COLUMNS = ("per step", "mean", "smallest", "largest")
+
 
 def section_of(run: Run) -> Html | None:
     """The section, or None for a run that samples and trains in turns."""
@@ -31,14 +33,12 @@ def section_of(run: Run) -> Html | None:
     for metric, text in (("ratio", "ratio to the weights that sampled, mean"), ("ratio_max", "largest ratio")):
         values = [v for s in run.steps for t in s.terms.values() if (v := t.metrics.get(metric)) is not None]
         rows.append(_row(text, values))
-    head = el("tr", *(el("th", name, scope="col") for name in ("per step", "mean", "smallest", "largest")))
     lead = (
         f"Samplers worked while the trainer trained, so a step was trained on tokens of older weights. {_gain(run)} "
         "The ratios compare the trained weights with those that sampled: the further they are from 1, the more the "
         "older tokens cost."
     )
-    table = scroll("Samplers", el("table", el("thead", head), el("tbody", *(r for r in rows if r is not None))))
-    return section("samplers", "Samplers", el("p", lead), table)
+    return section("samplers", "Samplers", el("p", lead), table("Samplers", COLUMNS, rows))
 
 
 def _gain(run: Run) -> str:
@@ -62,5 +62,4 @@ def _row(text: str, values: Sequence[float], *, share: bool = False) -> Html | N
     if not values:
         return None
     shown = (sum(values) / len(values), min(values), max(values))
-    cells = [el("td", f"{value:.1%}" if share else number(value, 3)) for value in shown]
-    return el("tr", el("th", text, scope="row"), *cells)
+    return row(text, *(f"{value:.1%}" if share else number(value, 3) for value in shown))

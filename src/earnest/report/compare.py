@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earnest.report import curves, page
-from earnest.report.blocks import note, scroll, section
+from earnest.report.blocks import none, note, row, section, table
 from earnest.report.curves import Chart, Points, Series
 from earnest.report.headline import TITLES, status
 from earnest.report.load import load
-from earnest.report.markup import Html, duration, el, fixed, signed
+from earnest.report.markup import Html, duration, el, fixed, join, plus_minus, signed
 from earnest.report.record import Change, ReportError, Run
-from earnest.report.sections import figure
+from earnest.report.sections import figure, figures
 from earnest.report.watch import RunWatch, concern
 
 if TYPE_CHECKING:
@@ -115,10 +115,10 @@ def results(runs: Sequence[Run]) -> list[list[str]]:
         numbers = ["–"] * 4
         if change is not None:
             numbers = [
-                _pm(fixed(change.before.value), change.before.se),
-                _pm(fixed(change.after.value), change.after.se)
+                plus_minus(fixed(change.before.value), change.before.se),
+                plus_minus(fixed(change.after.value), change.after.se)
                 + (f" (step {change.after.step:,})" if header.best is not None else ""),
-                _pm(signed(change.gain), change.se),
+                plus_minus(signed(change.gain), change.se),
                 "–" if first is None or run is runs[0] else _against(first, change),
             ]
         found = concern(run)
@@ -135,11 +135,7 @@ def _against(first: Change, change: Change) -> str:
     if first.after.measure != change.after.measure or first.after.prompts != change.after.prompts:
         return "measured otherwise"
     between = Change(first.after, change.after)
-    return _pm(signed(between.gain), between.se)
-
-
-def _pm(value: str, se: float | None) -> str:
-    return value if se is None else f"{value} ± {fixed(se)}"
+    return plus_minus(signed(between.gain), between.se)
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -154,8 +150,7 @@ def render(runs: Sequence[Run]) -> str:
     """The whole page as text."""
     titles = dict.fromkeys(f"{run.header.task} on {run.header.model}" for run in runs)
     large, grid = charts(runs)
-    shown = [*(figure(chart, large=True) for chart in large)]
-    small = el("div", *(figure(chart) for chart in grid), class_="grid") if grid else None
+    shown = [figure(chart, large=True) for chart in large]
     body = [
         el(
             "header",
@@ -166,7 +161,7 @@ def render(runs: Sequence[Run]) -> str:
         ),
         section("results", "Results", _results(runs)),
         section("settings", "Settings that differ", _differences(runs)),
-        section("curves", "Curves", *shown, small),
+        section("curves", "Curves", *shown, figures(grid)),
         section("watch", "Warnings", *_warnings(runs)),
     ]
     names = {"results": "Results", "settings": "Settings", "curves": "Curves", "watch": "Warnings"}
@@ -175,31 +170,24 @@ def render(runs: Sequence[Run]) -> str:
 
 
 def _results(runs: Sequence[Run]) -> Html:
-    head = el("tr", *(el("th", name, scope="col") for name in COLUMNS))
     rows = []
     for place, cells in enumerate(results(runs)):
         mark = el("span", class_=f"key c{place % 6}", aria_hidden="true") if place < len(runs) else None
         state = status(runs[place]) if place < len(runs) else ""
-        rows.append(
-            el("tr", el("th", mark, cells[0], scope="row"), el("td", state), *(el("td", cell) for cell in cells[2:]))
-        )
+        rows.append(row(join(mark, cells[0]), state, *cells[2:]))
     measures = dict.fromkeys(TITLES[run.measure] for run in runs)
-    table = scroll("Results", el("table", el("thead", head), el("tbody", *rows), class_="terms results"))
     words = f"{', '.join(measures)}; ± 1 standard error over prompts or rows."
     if not only_seeds(runs):
         words += " It is not the spread over seeds, and one seed has no spread: compare several (repeat=3)."
-    return el("div", table, note(words))
+    return el("div", table("Results", COLUMNS, rows, "terms results"), note(words))
 
 
 def _differences(runs: Sequence[Run]) -> Html:
     found = differing(runs)
     if not found:
-        return el("p", "None: the runs have the same settings and versions.", class_="none")
-    head = el("tr", *(el("th", name, scope="col") for name in ("setting", *labels(runs))))
-    rows = (
-        el("tr", el("th", key, scope="row"), *(el("td", _short(value)) for value in values)) for key, values in found
-    )
-    return scroll("Settings that differ", el("table", el("thead", head), el("tbody", *rows), class_="terms"))
+        return none("None: the runs have the same settings and versions.")
+    rows = (row(key, *map(_short, values)) for key, values in found)
+    return table("Settings that differ", ("setting", *labels(runs)), rows, "terms")
 
 
 def _warnings(runs: Sequence[Run]) -> list[Html]:
@@ -208,7 +196,7 @@ def _warnings(runs: Sequence[Run]) -> list[Html]:
         watched = RunWatch.of(run).warnings
         told = [*watched, *(e.text for e in run.events if e.level == "warning" and e.text not in watched)]
         items = (el("li", text) for text in told)
-        shown.append(el("div", el("h3", name), el("ul", *items) if told else el("p", "none", class_="none")))
+        shown.append(el("div", el("h3", name), el("ul", *items) if told else none("none")))
     return shown
 
 
@@ -281,8 +269,8 @@ def terminal(runs: Sequence[Run], columns: Sequence[str] = NARROW) -> Group:
     shown = Table(box=None, padding=(0, 1, 0, 0), header_style="bold")
     for name in columns:
         shown.add_column(name, overflow="fold", no_wrap=name != "run")
-    for row in results(runs):
-        cells = dict(zip(COLUMNS, row, strict=True))
+    for values in results(runs):
+        cells = dict(zip(COLUMNS, values, strict=True))
         if cells["status"] not in ("", "finished"):
             cells["run"] += f" ({cells['status'].removeprefix('finished, ')})"
         shown.add_row(*(cells[name] for name in columns), style="bold" if not cells["status"] else "")

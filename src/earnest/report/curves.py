@@ -62,7 +62,7 @@ class Chart:
                 "label": one.label,
                 "style": one.style,
                 "colour": one.colour,
-                **{name: [_six(v) for v in getattr(one, name)] for name in ("x", "y", "lo", "hi")},
+                **{name: [float(f"{v:.6g}") for v in getattr(one, name)] for name in ("x", "y", "lo", "hi")},
             }
             for one in self.series
         ]
@@ -76,10 +76,6 @@ class Chart:
 
 
 Points = list[tuple[float, float]]
-
-
-def _six(value: float) -> float:
-    return float(f"{value:.6g}")
 
 
 def points(steps: Sequence[StepRecord], read: Callable[[StepRecord], float | None]) -> Points:
@@ -197,7 +193,10 @@ def share_chart(run: Run) -> Chart | None:
     measured = [step for step in run.steps if any(term.share is not None for term in step.terms.values())]
     if len(labels) < 2 or not measured:
         return None
-    columns = {label: [(float(s.step), _share(s, label)) for s in measured] for label in labels}
+    columns = {
+        label: [(float(s.step), s.terms[label].share or 0.0 if label in s.terms else 0.0) for s in measured]
+        for label in labels
+    }
     note = "" if len(measured) == len(run.steps) else f"Measured on {len(measured):,} of {len(run.steps):,} steps. "
     return Chart(
         "share",
@@ -211,26 +210,15 @@ def share_chart(run: Run) -> Chart | None:
     )
 
 
-def _share(step: StepRecord, label: str) -> float:
-    term = step.terms.get(label)
-    return term.share or 0.0 if term else 0.0
-
-
 def loss_charts(run: Run) -> list[Chart]:
     """One small chart per term: its loss before the weight. The value of a surrogate has no meaning and no chart."""
-    return [
-        chart
-        for colour, label in enumerate(term_labels(run))
-        if (chart := small(f"loss.{label}", f"{label}: loss", points(run.steps, _loss(label)), colour))
-    ]
-
-
-def _loss(label: str) -> Callable[[StepRecord], float | None]:
-    def read(step: StepRecord) -> float | None:
-        term = step.terms.get(label)
-        return None if term is None or term.surrogate else term.loss
-
-    return read
+    charts = []
+    for colour, label in enumerate(term_labels(run)):
+        terms = [(step.step, step.terms[label]) for step in run.steps if label in step.terms]
+        found = [(float(at), term.loss) for at, term in terms if term.loss is not None and not term.surrogate]
+        if chart := small(f"loss.{label}", f"{label}: loss", found, colour):
+            charts.append(chart)
+    return charts
 
 
 @dataclass

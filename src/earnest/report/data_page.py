@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from importlib import resources
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -15,6 +14,7 @@ from rich.text import Text
 from earnest.data.dataset import Dataset, Side
 from earnest.data.layouts import Example
 from earnest.data.rendering import Rendered, stretches
+from earnest.report.blocks import static
 from earnest.report.markup import Html, el, join
 
 BINS = 12
@@ -128,17 +128,13 @@ def _shown(data: Dataset, rows: int) -> Iterator[tuple[Side, int, Example]]:
 def _versions(data: Dataset, example: Example) -> list[tuple[str, Rendered]]:
     """The rows of tokens of an example, each with a name where there are several."""
     if example.kind == "question":
-        return [("", _prompt_only(data, example))]
+        tokens = tuple(data.policy.render(example.prompt))
+        return [("", Rendered(tokens, (False,) * len(tokens)))]
     made = data.rendered(example)
     names = ["chosen", "rejected"] if example.kind == "pair" else [""] * len(made)
     if example.kind == "judged":
         names = ["wanted" if example.label else "unwanted"]
     return list(zip(names, made, strict=False))
-
-
-def _prompt_only(data: Dataset, example: Example) -> Rendered:
-    tokens = tuple(data.policy.render(example.prompt))
-    return Rendered(tokens, (False,) * len(tokens))
 
 
 # --- the page ---------------------------------------------------------------------------------------------------------
@@ -155,7 +151,6 @@ section { padding: 1.6rem 0 0; }
 def page(data: Dataset, rows: int) -> str:
     """One HTML file that loads nothing."""
     found = summary(data)
-    style = (resources.files("earnest.report") / "assets" / "page.css").read_text(encoding="utf-8") + _STYLE
     title = f"{found['rows']:,} rows of {found['source']}"
     facts = [part for name, value in _facts(found) for part in (el("dt", name), el("dd", value.split("   ")[0]))]
     sections = [
@@ -174,16 +169,7 @@ def page(data: Dataset, rows: int) -> str:
     ]
     note = el("p", "The underlined tokens are trained.", class_="note")
     sections.append(el("section", el("h2", "Rows as the model sees them"), note, *shown))
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", title),
-        el("style", Html(style)),
-    )
-    body = el("main", el("div", el("h1", title), class_="headline"), *sections)
-    return f"<!doctype html>\n{el('html', head, el('body', body), lang='en')}\n"
+    return static(title, _STYLE, el("div", el("h1", title), class_="headline"), *sections)
 
 
 def _marks(data: Dataset, row: Rendered) -> Iterator[Html]:

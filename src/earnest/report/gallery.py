@@ -95,12 +95,8 @@ def _prompt(messages: Sequence[MessageRecord]) -> Html:
 
 def _side(name: str, sample: SampleRecord | None) -> Html:
     if sample is None:
-        return el(
-            "div",
-            el("p", el("span", name, class_="role"), class_="head"),
-            el("p", "not recorded", class_="none"),
-            class_="side",
-        )
+        head = el("p", el("span", name, class_="role"), class_="head")
+        return el("div", head, none("not recorded"), class_="side")
     tone = "" if sample.correct is None else " right" if sample.correct else " wrong"
     word = "" if sample.correct is None else ", correct" if sample.correct else ", not correct"
     length = f" · {sample.tokens} tokens" if sample.tokens is not None else ""

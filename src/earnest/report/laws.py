@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from earnest.report.blocks import badge, none, scroll, section
+from earnest.report.blocks import badge, none, row, section, table
 from earnest.report.markup import Html, duration, el, number
 from earnest.report.record import CheckRecord, LawOutcome, Run
 
@@ -63,9 +63,7 @@ def _table(checks: Sequence[CheckRecord], label: str) -> Html:
     for check in checks:
         measured = check.measured if isinstance(check.measured, str) else number(check.measured)
         outcome = badge(check.outcome, TONES[check.outcome])
-        row = (el("th", check.subject, scope="row"), *(el("td", cell) for cell in (measured, check.expected, outcome)))
-        rows.append(el("tr", *row))
+        rows.append(row(check.subject, measured, check.expected, outcome))
         if check.detail and check.outcome != "fails":  # notices explain what fails
             rows.append(el("tr", el("td", check.detail, colspan=4, class_="meaning")))
-    head = el("tr", *(el("th", name, scope="col") for name in ("subject", "measured", "expected", "outcome")))
-    return scroll(label, el("table", el("thead", head), el("tbody", *rows), class_="checks"))
+    return table(label, ("subject", "measured", "expected", "outcome"), rows, "checks")

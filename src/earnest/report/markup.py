@@ -60,6 +60,11 @@ def signed(value: float | None, decimals: int = 3) -> str:
     return "–" if value is None else _minus(f"{value:+,.{decimals}f}")
 
 
+def plus_minus(value: str, se: float | None) -> str:
+    """A number with its standard error, where it is known."""
+    return value if se is None else f"{value} ± {fixed(se)}"
+
+
 def duration(seconds: float) -> str:
     """ "80 s", "12 min 3 s", "3 h 5 min"."""
     if seconds < 10:

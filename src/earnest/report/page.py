@@ -5,14 +5,12 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-import os
-import tempfile
 from collections.abc import Mapping, Sequence
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from earnest.report import ahead, conversations, data_rows, gallery, headline, laws, sections
+from earnest.disk import write_text
+from earnest.report import ahead, blocks, conversations, data_rows, gallery, headline, laws, sections
 from earnest.report.curves import Chart
 from earnest.report.load import load
 from earnest.report.markup import Html, el
@@ -28,15 +26,7 @@ def write(run_dir: str | Path, to: str | Path | None = None) -> Path:
 def put(text: str, target: Path) -> Path:
     """Write a page, atomically."""
     try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".tmp")
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            Path(name).chmod(0o644)
-            Path(name).replace(target)
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+        write_text(target, text)
     except OSError as error:
         raise ReportError(
             f"{target}: cannot be written ({error.strerror}); give another place with to=FILE."
@@ -74,17 +64,9 @@ def document(
 ) -> str:
     """A page around ``body``; ``names`` are its sections (key → title, the first has the curves) and ``source`` is
     what it was made from."""
-    style, script = _asset("page.css"), _asset("page.js")
-    data = _json({chart.key: chart.data() for chart in _unique(charts)})
-    head = el(
-        "head",
-        el("meta", charset="utf-8"),
-        el("meta", http_equiv="Content-Security-Policy", content=_policy(style, script)),
-        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        el("meta", name="color-scheme", content="light dark"),
-        el("title", title),
-        el("style", Html(style)),
-    )
+    style, script = blocks.asset("page.css"), blocks.asset("page.js")
+    assert len({chart.key for chart in charts}) == len(charts), "two charts of one page share a key"
+    data = _json({chart.key: chart.data() for chart in charts})
     contents = el("nav", *(el("a", name, href=f"#{key}") for key, name in names.items()), aria_label="Sections")
     page = el(
         "body",
@@ -95,12 +77,7 @@ def document(
         el("script", data, type="application/json", id="charts"),
         el("script", Html(script)),
     )
-    return f"<!doctype html>\n{el('html', head, page, lang='en')}\n"
-
-
-def _unique(charts: Sequence[Chart]) -> Sequence[Chart]:
-    assert len({chart.key for chart in charts}) == len(charts), "two charts of one page share a key"
-    return charts
+    return blocks.document(title, style, _policy(style, script), page)
 
 
 def _json(data: Any) -> Html:
@@ -117,7 +94,3 @@ def _policy(style: str, script: str) -> str:
 
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode("utf-8")).digest()).decode("ascii")
-
-
-def _asset(name: str) -> str:
-    return resources.files("earnest.report").joinpath("assets", name).read_text(encoding="utf-8")

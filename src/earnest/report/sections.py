@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from earnest.report import curves
-from earnest.report.blocks import badge, none, note, scroll, section
+from earnest.report.blocks import badge, none, note, row, section, table
 from earnest.report.curves import Chart
 from earnest.report.markup import Child, Html, el, join, number
 from earnest.report.record import EventRecord, Run
@@ -25,16 +25,9 @@ def figure(chart: Chart, large: bool = False) -> Html:
 
 
 def _numbers(chart: Chart) -> Html:
-    head = el("tr", *(el("th", name, scope="col") for name in chart.table.columns))
-    rows = (
-        el("tr", el("th", number(row[0]), scope="row"), *(el("td", number(value)) for value in row[1:]))
-        for row in chart.table.rows
-    )
     label = f"{chart.title}, as a table"
-    grid = el("table", el("thead", head), el("tbody", *rows), class_="numbers")
-    return el(
-        "details", el("summary", "table", aria_label=label), scroll(label, grid), note(chart.table.note), class_="data"
-    )
+    grid = table(label, chart.table.columns, (row(*map(number, values)) for values in chart.table.rows), "numbers")
+    return el("details", el("summary", "table", aria_label=label), grid, note(chart.table.note), class_="data")
 
 
 def reward(run: Run) -> tuple[Html, list[Chart]]:
@@ -43,7 +36,7 @@ def reward(run: Run) -> tuple[Html, list[Chart]]:
         return section("reward", "Reward", none("No reward is recorded.")), []
     title = "Reward" if run.measure == "reward" else "Held-out rows"
     further = curves.evaluation_charts(run)
-    return section("reward", title, figure(chart, large=True), _further(run), _grid(further)), [chart, *further]
+    return section("reward", title, figure(chart, large=True), _further(run), figures(further)), [chart, *further]
 
 
 def _further(run: Run) -> Html | None:
@@ -55,19 +48,14 @@ def _further(run: Run) -> Html | None:
     if not names:
         return None
 
-    def cell(metrics: Mapping[str, float | None], name: str) -> Html:
+    def cell(metrics: Mapping[str, float | None], name: str) -> str:
         se = metrics.get(f"{name}_se")
-        return el("td", number(metrics[name]) + ("" if se is None else f" ± {number(se, 2)}"))
+        return number(metrics[name]) + ("" if se is None else f" ± {number(se, 2)}")
 
-    rows = (
-        el("tr", el("th", name, scope="row"), cell(change.before.metrics, name), cell(change.after.metrics, name))
-        for name in names
-    )
+    rows = (row(name, cell(change.before.metrics, name), cell(change.after.metrics, name)) for name in names)
     columns = ("number", f"step {change.before.step:,}", f"step {change.after.step:,}")
-    head = el("tr", *(el("th", name, scope="col") for name in columns))
     label = "All numbers of the evaluations"
-    table = scroll(label, el("table", el("thead", head), el("tbody", *rows), class_="numbers"))
-    return el("details", el("summary", label), table, class_="data")
+    return el("details", el("summary", label), table(label, columns, rows, "numbers"), class_="data")
 
 
 def terms(run: Run) -> tuple[Html, list[Chart]]:
@@ -76,12 +64,11 @@ def terms(run: Run) -> tuple[Html, list[Chart]]:
     if not run.steps:
         return section("terms", title, none("No step is recorded.")), []
     names = ("term", "weight", "what ran", "loss, first", "loss, last", "share of the gradient")
-    head = el("tr", *(el("th", name, scope="col") for name in names))
     rows = (_term_row(run, label, colour) for colour, label in enumerate(curves.term_labels(run)))
-    grid = scroll(title, el("table", el("thead", head), el("tbody", *rows), class_="terms"))
+    grid = table(title, names, rows, "terms")
     share, losses = curves.share_chart(run), curves.loss_charts(run)
     shown = figure(share, large=True) if share else None
-    return section("terms", title, grid, *_ran(run), shown, _grid(losses)), [*([share] if share else []), *losses]
+    return section("terms", title, grid, *_ran(run), shown, figures(losses)), [*([share] if share else []), *losses]
 
 
 def _term_row(run: Run, label: str, colour: int) -> Html:
@@ -119,7 +106,8 @@ def _ran(run: Run) -> list[Html | None]:
     ]
 
 
-def _grid(charts: Sequence[Chart]) -> Html | None:
+def figures(charts: Sequence[Chart]) -> Html | None:
+    """Small charts side by side; None without a chart."""
     return el("div", *(figure(chart) for chart in charts), class_="grid") if charts else None
 
 
@@ -134,7 +122,7 @@ def update(run: Run) -> tuple[Html | None, list[Chart]]:
         note(f"Never changed: {never}." if never else ""),
         note(f"Changed by less than {number(curves.UNCHANGED_BELOW)} of their size: {hardly}." if hardly else ""),
     ]
-    return section("update", "The update", _grid(charts), *notes), charts
+    return section("update", "The update", figures(charts), *notes), charts
 
 
 def watch(run: Run) -> Html | None:
@@ -142,32 +130,24 @@ def watch(run: Run) -> Html | None:
     if not run.steps:
         return None
     found = RunWatch.of(run)
-    rows = [
-        _condition(
-            streak.condition.name,
-            streak.condition.true_if,
-            f"{streak.count} of {len(streak.shown)} steps, at most {streak.longest} in a row"
-            if streak.count
-            else "no step",
-            streak.warned,
-        )
-        for streak in found.streaks
-    ]
+    rows = []
+    for streak in found.streaks:
+        seen = f"{streak.count} of {len(streak.shown)} steps, at most {streak.longest} in a row"
+        shown = seen if streak.count else "no step"
+        rows.append(_condition(streak.condition.name, streak.condition.true_if, shown, streak.warned))
     worse = f"{len(found.worse)} of {len(run.evaluations)} evaluations" if found.worse else "no evaluation"
     rows.append(_condition(FALLING, FALLING_IF, worse, found.warned_worse))
-    head = el("tr", *(el("th", name, scope="col") for name in ("condition", "true if", "true of", "warned at")))
-    table = scroll("Watch", el("table", el("thead", head), el("tbody", *rows), class_="checks"))
+    grid = table("Watch", ("condition", "true if", "true of", "warned at"), rows, "checks")
     logged = {event.text for event in run.events}  # these stand under Worth knowing, in full
     missing = [text for text in found.warnings if text not in logged]
     told = el("ul", *(el("li", text) for text in missing)) if missing else None
     lead = "Conditions under which a run trains in vain or gets worse; each warns after several steps in a row."
-    return section("watch", "Watch", el("p", lead), told, table)
+    return section("watch", "Watch", el("p", lead), told, grid)
 
 
 def _condition(name: str, true_if: str, seen: str, warned: Sequence[int]) -> Html:
     steps = "step " + ", ".join(f"{step:,}" for step in warned)
-    outcome = badge(steps, "warn") if warned else badge("never", "good")
-    return el("tr", el("th", name, scope="row"), el("td", true_if), el("td", seen), el("td", outcome))
+    return row(name, true_if, seen, badge(steps, "warn") if warned else badge("never", "good"))
 
 
 def events(run: Run) -> Html | None:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from earnest.report.load import load
-from earnest.report.markup import duration, fixed, signed
+from earnest.report.markup import duration, fixed, plus_minus, signed
 from earnest.report.watch import concern
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def summary(run_dir: str | Path) -> Table:
     if change is not None:
         row(
             "held-out" if run.measure == "reward" else f"held-out {run.measure}",
-            f"{_with(change.before.value, change.before.se)} → {_with(change.after.value, change.after.se)}",
+            " → ".join(plus_minus(fixed(e.value), e.se) for e in (change.before, change.after)),
             "bold",
         )
         row("gain" if run.measure == "reward" else "change", f"{signed(change.gain)} ± {fixed(change.se)}")
@@ -49,7 +49,3 @@ def summary(run_dir: str | Path) -> Table:
     for gap in run.gaps:
         row("note", gap, "yellow")
     return grid
-
-
-def _with(value: float | None, se: float | None) -> str:
-    return f"{fixed(value)} ± {fixed(se)}" if se is not None else fixed(value)

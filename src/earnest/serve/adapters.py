@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Response
 from pydantic import Field
 
 from earnest.serve import versions
@@ -14,9 +14,8 @@ from earnest.serve.keys import Caller, Right, Who
 from earnest.serve.names import check_name
 from earnest.serve.rows import AdapterRow, VersionRow
 from earnest.serve.state import State
-from earnest.serve.wire import ERRORS, StrictBody
+from earnest.serve.wire import ERRORS, Name, StrictBody
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
 Number = Annotated[int, Field(ge=0, lt=2**31)]
 
 
@@ -129,12 +128,7 @@ def router(state: State) -> APIRouter:
         return changed(row, "version deleted", number=number)
 
     @api.get("/{name:path}/diff", summary="What changed between two versions")
-    def diff(
-        name: str,
-        caller: Who,
-        old: Annotated[int, Query(ge=0, lt=2**31)],
-        new: Annotated[int, Query(ge=0, lt=2**31)],
-    ) -> dict[str, Any]:
+    def diff(name: str, caller: Who, old: Number, new: Number) -> dict[str, Any]:
         row = find(name, caller, "read")
         state.wait()
         return versions.diff(state, row, old, new)

@@ -29,18 +29,14 @@ class Attempts:
 
     def __init__(self, db: Database) -> None:
         self.db = db
-        db.write(lambda c: c.execute("UPDATE attempts SET deaths = deaths + 1, running = 0 WHERE running = 1").rowcount)
+        db.run("UPDATE attempts SET deaths = deaths + 1, running = 0 WHERE running = 1")
 
     def begin(self, adapter: int) -> None:
         """An update of this adapter starts now. Does nothing where the adapter is deleted."""
-        self.db.write(
-            lambda c: (
-                c.execute(
-                    "INSERT INTO attempts(adapter, running) SELECT id, 1 FROM adapters WHERE id = ? "
-                    "ON CONFLICT(adapter) DO UPDATE SET running = 1",
-                    (adapter,),
-                ).rowcount
-            )
+        self.db.run(
+            "INSERT INTO attempts(adapter, running) SELECT id, 1 FROM adapters WHERE id = ? "
+            "ON CONFLICT(adapter) DO UPDATE SET running = 1",
+            (adapter,),
         )
 
     def end(self, adapter: int, *, done: bool) -> None:
@@ -48,7 +44,7 @@ class Attempts:
         if done:
             self.db.write(lambda c: clear(c, adapter))
         else:
-            self.db.write(lambda c: c.execute("UPDATE attempts SET running = 0 WHERE adapter = ?", (adapter,)).rowcount)
+            self.db.run("UPDATE attempts SET running = 0 WHERE adapter = ?", (adapter,))
 
     def set_aside(self) -> set[int]:
         """The adapters that do not learn until they are resumed."""

@@ -1,9 +1,8 @@
-"""A thread's future as an awaitable. Unlike with ``asyncio.wrap_future``, cancelling the awaitable cancels no work."""
+"""A thread's future as an awaitable."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from concurrent.futures import Future
 from typing import TypeVar
 
@@ -11,21 +10,5 @@ T = TypeVar("T")
 
 
 def awaitable(future: Future[T]) -> asyncio.Future[T]:
-    """Done when ``future`` is, with its result or its error."""
-    loop = asyncio.get_running_loop()
-    own: asyncio.Future[T] = loop.create_future()
-
-    def copy() -> None:
-        if own.done():  # the awaitable was cancelled
-            return
-        if (error := future.exception()) is not None:
-            own.set_exception(error)
-        else:
-            own.set_result(future.result())
-
-    def done(_: Future[T]) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(copy)
-
-    future.add_done_callback(done)
-    return own
+    """Done when ``future`` is, with its result or its error; cancelling it cancels no work."""
+    return asyncio.shield(asyncio.wrap_future(future))

@@ -57,9 +57,7 @@ class CompletionWork:
 
     def room(self, prompt: Sequence[int]) -> int:
         """How many tokens the answer may have."""
-        from earnest.serve.decode import positions
-
-        limit = positions(self.state.host.policy)
+        limit = self.state.host.policy.positions
         asked = self.state.settings.max_tokens if self.length is None else self.length
         if limit is None:
             return asked
@@ -192,14 +190,12 @@ def submit(
                 None if events is None else on_step,
             )
             submitted.append(work.state.host.decoder.submit(wanted))
-    except QueueFull as error:
+    except BaseException as error:
         cancel(submitted)
-        raise Busy(str(error)) from None
-    except SamplingError as error:
-        cancel(submitted)
-        raise BadRequest(str(error)) from None
-    except BaseException:
-        cancel(submitted)
+        if isinstance(error, QueueFull):
+            raise Busy(str(error)) from None
+        if isinstance(error, SamplingError):
+            raise BadRequest(str(error)) from None
         raise
     return submitted
 

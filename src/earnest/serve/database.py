@@ -64,6 +64,10 @@ class Database:
         """``submit``, and wait for the result."""
         return self.submit(work).result()
 
+    def run(self, sql: str, values: Sequence[Any] = ()) -> int:
+        """``write`` of one statement; returns how many rows it changed."""
+        return self.write(lambda c: c.execute(sql, values).rowcount)
+
     def _run(self) -> None:
         while True:
             first = self._queue.get()

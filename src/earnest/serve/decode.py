@@ -164,17 +164,12 @@ def check(policy: Policy, request: Request) -> None:
     bad = [t for t in request.prompt if not 0 <= t < vocabulary]
     if bad:
         raise SamplingError(f"the prompt has the token id {bad[0]}, {policy.name} knows 0 to {vocabulary - 1}.")
-    room = positions(policy)
+    room = policy.positions
     if room is not None and len(request.prompt) + request.spec.max_new_tokens - 1 > room:
         raise SamplingError(
             f"the prompt has {len(request.prompt)} tokens; with {request.spec.max_new_tokens} more that is beyond the "
             f"{room} positions of {policy.name}. Shorten the prompt or lower max_tokens."
         )
-
-
-def positions(policy: Policy) -> int | None:
-    """The model's maximum number of positions; None where it has no limit."""
-    return policy.positions
 
 
 class DecodeBatch:
@@ -291,7 +286,8 @@ class DecodeBatch:
         if row.pending.future.done():  # another completion of this request failed
             return True
         finish: Finish | None = None
-        if last.token in row.spec.ends(policy) or (row.spec.stop and self._stopped(row)):
+        text = self.host.text.decode([s.token for s in row.steps], special=True) if row.spec.stop else ""
+        if last.token in row.spec.ends(policy) or any(s in text for s in row.spec.stop):
             finish = "stop"
         elif len(row.steps) == row.spec.max_new_tokens:
             finish = "length"
@@ -302,10 +298,17 @@ class DecodeBatch:
         row.end(finish)
         return True
 
-    def _stopped(self, row: _Row) -> bool:
-        ids = [s.token for s in row.steps]
-        text = self.host.text.decode(ids, special=True)
-        return any(s in text for s in row.spec.stop)
+
+def decode(host: Host, requests: Sequence[Request], yield_turn: Callable[[], None]) -> list[list[Done]]:
+    """The completions of these requests, inside a turn; a few at a time, so that chats are served in between."""
+    submitted = [PendingRequest(request) for request in requests]
+    batch = DecodeBatch(host)
+    for first in range(0, len(submitted), 4):
+        batch.admit(submitted[first : first + 4])
+        while len(batch):
+            batch.step()
+            yield_turn()
+    return [pending.result() for pending in submitted]
 
 
 def _tops(logits: Tensor, rows: Sequence[_Row]) -> list[tuple[tuple[int, float], ...]]:

@@ -145,6 +145,11 @@ def error_response(error: Exception) -> tuple[int, dict[str, Any], dict[str, str
     return 500, body("an internal error of the server; its log has the details.", "server_error", None, None), {}
 
 
+def reason(error: BaseException) -> str:
+    """An error in words; of an unexpected one also its class."""
+    return str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
+
+
 def no_room(error: BaseException) -> bool:
     """Whether an error means that the disk is full, read-only or broken."""
     if isinstance(error, sqlite3.Error):

@@ -134,4 +134,4 @@ def _new_feedback(state: State, item: FeedbackItem, caller: Caller) -> tuple[New
     adapter = state.store.adapter(name)
     if adapter.origin == PUSHED:
         raise Conflict(f"{name} is trained elsewhere and pushed here, so it does not learn here.", "adapter")
-    return NewFeedback(item.completion_id, item.choice, item.text, item.thumbs, item.better, item.id, name), adapter
+    return NewFeedback(item.completion_id, item.choice, item.text, item.thumbs, item.better, item.id), adapter

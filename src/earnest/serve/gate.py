@@ -18,7 +18,7 @@ from statistics import fmean
 from earnest.engines import LocalEngine
 from earnest.models import SampleSpec
 from earnest.objectives.needs import Entropy, LogProb
-from earnest.serve.decode import DecodeBatch, PendingRequest, Request
+from earnest.serve.decode import Request, decode
 from earnest.serve.learning import GateConfig
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
@@ -60,14 +60,8 @@ def probe(
     prompts = tuple(state.text.render([{"role": "user", "content": p}]) for p in config.prompts)
     spec = SampleSpec(max_new_tokens=config.max_new_tokens, seed=1)
     adapter = None if base else engine.adapter
-    submitted = [PendingRequest(Request(p, spec, adapter, config.samples)) for p in prompts]
-    decoding = DecodeBatch(state.host)
-    for start in range(0, len(submitted), 4):  # a few at a time, so that chats are served in between
-        decoding.admit(submitted[start : start + 4])
-        while len(decoding):
-            decoding.step()
-            yield_turn()
-    answers = tuple(tuple(d.tokens for d in f.result()) for f in submitted)
+    requests = [Request(p, spec, adapter, config.samples) for p in prompts]
+    answers = tuple(tuple(done.tokens for done in own) for own in decode(state.host, requests, yield_turn))
     texts = [[state.text.decode(tokens) for tokens in own] for own in answers]
     batch = _batch(state, prompts, answers)
     with state.host.only(adapter):
@@ -124,29 +118,26 @@ def judge(
     }
     findings = [
         _margin(before, after, config.margin),
-        Finding(
-            "gate",
+        _finding(
             "entropy ratio",
             f"{ratio:.3g}",
             f"{config.entropy_ratio:g} to {config.entropy_most:g}",
-            "holds" if config.entropy_ratio <= ratio <= config.entropy_most else "fails",
+            config.entropy_ratio <= ratio <= config.entropy_most,
             "Answers to unrelated questions have become far more certain than the base's (the policy collapses), "
             "or far less (they are near random).",
         ),
-        Finding(
-            "gate",
+        _finding(
             "self-similarity",
             f"{now.similarity:.3g} (base {base.similarity:.3g})",
             f"at most {config.self_similarity:g}",
-            "holds" if now.similarity <= max(config.self_similarity, base.similarity) else "fails",
+            now.similarity <= max(config.self_similarity, base.similarity),
             "Different samples for one question are nearly the same: the policy collapses.",
         ),
-        Finding(
-            "gate",
+        _finding(
             "log-prob drift",
             f"{drift:.3g} nats per token",
             f"at most {config.drift:g}",
-            "holds" if drift <= config.drift else "fails",
+            drift <= config.drift,
             "The log-probs of the base's own answers have moved far, up or down: the update changed too much.",
         ),
     ]
@@ -155,15 +146,18 @@ def judge(
     return collect(findings), numbers
 
 
+def _finding(what: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
+    return Finding("gate", what, measured, expected, "holds" if holds else "fails", meaning)
+
+
 def _margin(before: float | None, after: float | None, room: float) -> Finding:
-    what = "held-out margin"
+    what, most = "held-out margin", f"loses at most {room:g}"
     if before is None or after is None:
-        return Finding("gate", what, "no pairs", f"loses at most {room:g}", "not applicable", "gate.pairs is empty.")
-    return Finding(
-        "gate",
+        return Finding("gate", what, "no pairs", most, "not applicable", "gate.pairs is empty.")
+    return _finding(
         what,
         f"{before:.3g} → {after:.3g} nats",
-        f"loses at most {room:g}",
-        "holds" if after >= before - room else "fails",
+        most,
+        after >= before - room,
         "On the held-out pairs the wanted answer has become less likely against the unwanted one.",
     )

@@ -20,7 +20,7 @@ from earnest.serve.completing import CompletionWork, begin, cancel, submit, wait
 from earnest.serve.keys import Who
 from earnest.serve.leases import Lease
 from earnest.serve.state import State
-from earnest.serve.wire import ERRORS, SEED, Ids, StrictBody, TextRequest
+from earnest.serve.wire import ERRORS, SEED, Ids, Name, StrictBody, TextRequest
 
 if TYPE_CHECKING:
     from earnest.models import SampleSpec
@@ -56,7 +56,7 @@ class TokenSampling(StrictBody):
 class GenerateRequest(StrictBody):
     """POST /inference/v1/generate"""
 
-    model: Annotated[str, Field(min_length=1, max_length=200)]
+    model: Name
     token_ids: Ids
     sampling_params: TokenSampling = Field(default_factory=TokenSampling)
     request_id: str | None = None
@@ -116,22 +116,11 @@ def _policy_version(state: State, lease: Lease) -> int | None:
 
 
 def _completion(body: GenerateRequest) -> _Tokens:
-    s = body.sampling_params
-    return _Tokens(
-        model=body.model,
-        prompt=body.token_ids,
-        max_tokens=s.max_tokens,
-        n=s.n,
-        temperature=s.temperature,
-        top_p=s.top_p,
-        top_k=max(s.top_k, 0),
-        min_p=s.min_p,
-        presence_penalty=s.presence_penalty,
-        frequency_penalty=s.frequency_penalty,
-        seed=s.seed,
-        stop=s.stop or None,
-        store=False,
-    )
+    given = body.sampling_params
+    same = ("max_tokens", "n", "temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "seed")
+    fields: dict[str, Any] = {name: getattr(given, name) for name in same}
+    fields |= {"top_k": max(given.top_k, 0), "stop": given.stop or None, "store": False}
+    return _Tokens(model=body.model, prompt=body.token_ids, **fields)
 
 
 def _choice(index: int, done: Any, logprobs: int | None) -> dict[str, Any]:

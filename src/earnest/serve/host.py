@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from earnest.errors import EarnestError
 from earnest.serve.adapter_cache import AdapterCache
+from earnest.serve.errors import Loading, reason
 from earnest.serve.settings import ServeSettings
 from earnest.serve.text import Text
 from earnest.serve.turns import ORDER, Kind, Ticket, Turns
@@ -40,10 +41,6 @@ class Cancelled(Exception):
     """The work of this turn was cancelled; it ends without a result."""
 
 
-class NotReady(EarnestError):
-    """The model is not loaded (yet)."""
-
-
 class Turn:
     """A held turn. Call ``yield_turn`` between micro-batches, decoding steps and the like."""
 
@@ -54,14 +51,10 @@ class Turn:
         self.cancelled: Callable[[], bool] = lambda: False
         """Whether the work of this turn must end at its next yield."""
 
-    @property
-    def kind(self) -> Kind:
-        return self._ticket.kind
-
     def yield_turn(self) -> None:
         """Let waiting threads with a higher priority go first. Raises ``Stopping`` for background work when the server
         shuts down, and ``Cancelled`` where the work was cancelled."""
-        if self.kind == "learn" and self._host.stopping:
+        if self._ticket.kind == "learn" and self._host.stopping:
             raise Stopping
         if self.cancelled():
             raise Cancelled
@@ -93,9 +86,7 @@ class Host:
         self.stopping = False
         self.after_load: list[Callable[[], None]] = []
         """Called in the loading thread when the policy is loaded, before ``ready``."""
-        self._policy: Policy | None = None
-        self._text: Text | None = None
-        self._decoder: Decoder | None = None
+        self._parts: tuple[Policy, Text, Decoder] | None = None
         self._adapters: dict[str, Adapter] = {}
         self.cache = AdapterCache(self, settings.max_resident)
         self._ready = threading.Event()
@@ -123,17 +114,16 @@ class Host:
             _ = policy.cache_kind, policy.fingerprint()
             from earnest.serve.decode import Decoder
 
-            self._policy, self._text = policy, Text(policy)
-            self._decoder = Decoder(self, self.settings.max_rows, self.settings.max_waiting)
+            decoder = Decoder(self, self.settings.max_rows, self.settings.max_waiting)
+            self._parts = policy, Text(policy), decoder
             for call in self.after_load:
                 call()
-            self._decoder.start()
+            decoder.start()
             log.info("loaded %s", policy.describe())
-        except EarnestError as error:
-            self.failure = str(error)
         except Exception as error:  # report any failure instead of waiting for ever
-            log.exception("the model could not be loaded")
-            self.failure = f"{type(error).__name__}: {error}"
+            if not isinstance(error, EarnestError):
+                log.exception("the model could not be loaded")
+            self.failure = reason(error)
         finally:
             self._ready.set()
 
@@ -141,30 +131,32 @@ class Host:
         return self._ready.is_set() and self.failure is None
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until the policy is loaded; ``NotReady`` if it is not."""
+        """Wait until the policy is loaded; ``Loading`` if it is not."""
         if not self._ready.wait(timeout):
-            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
+            raise self._loading()
         if self.failure is not None:
-            raise NotReady(f"the model {self.settings.model} could not be loaded: {self.failure}")
+            raise Loading(f"the model {self.settings.model} could not be loaded: {self.failure}")
+
+    def _loading(self) -> Loading:
+        return Loading(f"the model {self.settings.model} is still being loaded; try again in a moment.")
+
+    def _loaded(self) -> tuple[Policy, Text, Decoder]:
+        if self._parts is None:
+            raise self._loading()
+        return self._parts
 
     @property
     def policy(self) -> Policy:
-        if self._policy is None:
-            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
-        return self._policy
+        return self._loaded()[0]
 
     @property
     def text(self) -> Text:
         """The policy's tokenizer; all access goes through this object."""
-        if self._text is None:
-            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
-        return self._text
+        return self._loaded()[1]
 
     @property
     def decoder(self) -> Decoder:
-        if self._decoder is None:
-            raise NotReady(f"the model {self.settings.model} is still being loaded; try again in a moment.")
-        return self._decoder
+        return self._loaded()[2]
 
     @cached_property
     def grammars(self) -> Grammars:
@@ -178,8 +170,8 @@ class Host:
         self.stopping = True
         if self._thread is not None:
             self._thread.join()
-        if self._decoder is not None:
-            self._decoder.close()
+        if self._parts is not None:
+            self.decoder.close()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 

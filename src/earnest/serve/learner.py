@@ -12,7 +12,7 @@ import logging
 import sqlite3
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,14 +27,15 @@ from earnest.engines import state as engine_state
 from earnest.engines.micro import Micro
 from earnest.errors import EarnestError
 from earnest.models import SampleSpec
-from earnest.objectives import Objective
 from earnest.objectives.needs import LogProb
 from earnest.proving import prove
 from earnest.serve import gate, learning, lessons, versions
 from earnest.serve.attempts import REASON
-from earnest.serve.decode import DecodeBatch, PendingRequest, Request
+from earnest.serve.decode import Request, decode
+from earnest.serve.errors import reason
 from earnest.serve.host import Cancelled, Stopping, Turn
 from earnest.serve.learning import LearnConfig
+from earnest.serve.lessons import Lessons
 from earnest.serve.rows import AdapterRow
 from earnest.signals import Batch, EMATeacher, with_reference, with_teacher
 from earnest_audit.verdict import Finding, Verdict, collect
@@ -54,10 +55,10 @@ class YieldingEngine(LocalEngine):
     """A ``LocalEngine`` that yields its turn before every forward pass. Between micro-batches no autograd graph
     exists, so nothing depends on the adapter scales that are 0 meanwhile."""
 
-    yield_turn: Callable[[], None]
+    turn: Turn
 
     def _hidden(self, part: Micro) -> Float[Tensor, "N d"]:
-        self.yield_turn()
+        self.turn.yield_turn()
         return super()._hidden(part)
 
 
@@ -168,9 +169,9 @@ class Learner:
         except FULL as error:
             pause = min(2 * self._later[row.id][1], RETRY_MOST) if row.id in self._later else RETRY
             self._later[row.id] = (time.monotonic() + pause, pause)
-            reason = f"{type(error).__name__}: {error}"
-            log.error("a version of %s was not written, it is tried again in %g s: %s", row.name, pause, reason)
-            state.bus.publish("learn", row.name, phase="waiting", reason=reason)
+            why = reason(error)
+            log.error("a version of %s was not written, it is tried again in %g s: %s", row.name, pause, why)
+            state.bus.publish("learn", row.name, phase="waiting", reason=why)
             return False
         except Stopping:
             raise
@@ -180,19 +181,18 @@ class Learner:
             if len(feedback) > 1:  # find out which one fails
                 self._alone[row.id] = feedback[-1].seq
                 return True
-            reason = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
+            why = reason(error)
             if isinstance(error, EarnestError):
-                log.error("an update of %s failed: %s", row.name, reason)
-            state.store.settle({f.seq: ("failed", reason) for f in feedback})
-            state.bus.publish("learn", row.name, phase="failed", reason=reason, feedback=[f.id for f in feedback])
+                log.error("an update of %s failed: %s", row.name, why)
+            state.store.settle({f.seq: ("failed", why) for f in feedback})
+            state.bus.publish("learn", row.name, phase="failed", reason=why, feedback=[f.id for f in feedback])
         return True
 
     # --- an update ----------------------------------------------------------------------------------------------------
 
     def _learn(self, row: AdapterRow, config: LearnConfig, feedback: Sequence[Any]) -> None:
         state = self.state
-        objective = config.build_objective()
-        found = lessons.gather(state, config, objective, feedback)
+        found = lessons.gather(state, config, config.build_objective(), feedback)
         if failed := sum(status == "failed" for status, _ in found.others.values()):  # a reason may quote a user
             log.error("%s: %d feedback failed; GET /v1/feedback?adapter=%s has the reason", row.name, failed, row.name)
         if not found.rows:
@@ -209,9 +209,7 @@ class Learner:
                 turn.yield_turn()
                 engine, teacher, notes = self._engine(name, row, config, turn)
                 with state.host.only(engine.adapter):
-                    record, verdict, refusal = self._update(
-                        row, number, config, objective, engine, teacher, found, turn
-                    )
+                    record, verdict, refusal = self._update(row, number, config, engine, teacher, found)
                     record |= {
                         "parent": parent,
                         "notes": notes,
@@ -223,7 +221,7 @@ class Learner:
                         "config": clean(config.model_dump(mode="python")),
                         "seconds": round(time.perf_counter() - started, 3),
                     }
-                    served = self._write(row, number, engine, record, found.rows)
+                    served = self._write(row, number, engine, record, found)
                 record["audit"] = (verdict + collect([served])).to_dict()
                 if served.outcome == "fails":
                     refusal = f"{refusal}; {served.meaning}" if refusal else served.meaning
@@ -281,7 +279,7 @@ class Learner:
             max_grad_norm=config.optimizer.max_grad_norm,
             micro_tokens=config.micro_tokens,
         )
-        engine.yield_turn = turn.yield_turn
+        engine.turn = turn
         notes: list[str] = []
         if row.live > 0:
             folder = self.state.store.version_folder(row.id, row.live) / "engine"
@@ -293,25 +291,19 @@ class Learner:
         return engine, teacher, notes
 
     def _update(
-        self,
-        row: AdapterRow,
-        number: int,
-        config: LearnConfig,
-        objective: Objective,
-        engine: YieldingEngine,
-        teacher: Any,
-        found: lessons.Lessons,
-        turn: Turn,
+        self, row: AdapterRow, number: int, config: LearnConfig, engine: YieldingEngine, teacher: Any, found: Lessons
     ) -> tuple[dict[str, Any], Verdict, str]:
         """(the version's record, the audit's verdict, why it is not to be promoted or '')."""
-        ready = [
-            self._signals(engine, batch, teacher_prompts, objective, teacher)
-            for batch, teacher_prompts in lessons.batches(self.state, found.rows)
-        ]
+        objective, turn = config.build_objective(), engine.turn
+        ready = []
+        for batch, teacher_prompts in lessons.batches(self.state, found.rows):
+            batch = with_reference(engine, batch, objective)
+            taught = "teacher" in objective.signals()
+            ready.append(with_teacher(engine, batch, teacher_prompts, teacher) if taught else batch)
         before = _by_role(engine, ready)
-        answers = self._answers(engine, found, turn)
+        answers = self._answers(engine, found)
         margin = gate.margin(self.state, engine, config.gate)
-        base = self._base(engine, config, turn)
+        base = self._base(engine, config)
         self._say(row, "audit", number)
         with turn.serving("chat"):  # other work would change tensors that the audit watches
             alive = [b for b in ready if len(objective.idle(b)) < len(list(objective.live()))]
@@ -327,7 +319,7 @@ class Learner:
         self._say(row, "gate", number)
         passed, numbers = gate.judge(self.state, engine, config.gate, base, margin, turn.yield_turn)
         after = _by_role(engine, ready)
-        later = self._answers(engine, found, turn)
+        later = self._answers(engine, found)
         last = report.to_dict()
         record = {
             "metrics": {
@@ -348,42 +340,19 @@ class Learner:
         broken += [f"{f.subject} {f.measured}, expected {f.expected}" for f in passed.failures]
         return record, verdict, "; ".join(broken)
 
-    def _signals(
-        self,
-        engine: LocalEngine,
-        batch: Batch,
-        teacher_prompts: Sequence[tuple[int, ...] | None],
-        objective: Objective,
-        teacher: Any,
-    ) -> Batch:
-        batch = with_reference(engine, batch, objective)
-        return with_teacher(engine, batch, teacher_prompts, teacher) if "teacher" in objective.signals() else batch
-
-    def _base(self, engine: YieldingEngine, config: LearnConfig, turn: Turn) -> gate.ProbeAnswers:
+    def _base(self, engine: YieldingEngine, config: LearnConfig) -> gate.ProbeAnswers:
         """The base's answers to the probes; they never change, so they are sampled once."""
         key = config.gate.model_dump_json()
         if key not in self._bases:
-            self._bases[key] = gate.probe(self.state, engine, config.gate, turn.yield_turn, base=True)
+            self._bases[key] = gate.probe(self.state, engine, config.gate, engine.turn.yield_turn, base=True)
         return self._bases[key]
 
-    def _answers(self, engine: YieldingEngine, found: lessons.Lessons, turn: Turn) -> list[dict[str, Any]]:
+    def _answers(self, engine: YieldingEngine, found: Lessons) -> list[dict[str, Any]]:
         """The most likely answers to the first prompts that the feedback is about."""
         shown = list({c.prompt: (f, c) for f, c in reversed(found.taken)}.values())[-SHOWN:][::-1]
-        submitted = [
-            PendingRequest(
-                Request(
-                    c.prompt,
-                    SampleSpec(temperature=0.0, max_new_tokens=min(ANSWER, len(c.tokens) + 8)),
-                    engine.adapter,
-                )
-            )
-            for _, c in shown
-        ]
-        decoding = DecodeBatch(self.state.host)
-        decoding.admit(submitted)
-        while len(decoding):
-            decoding.step()
-            turn.yield_turn()
+        lengths = [min(ANSWER, len(c.tokens) + 8) for _, c in shown]
+        specs = [SampleSpec(temperature=0.0, max_new_tokens=length) for length in lengths]
+        requests = [Request(c.prompt, spec, engine.adapter) for (_, c), spec in zip(shown, specs, strict=True)]
         return [
             {
                 "feedback": f.id,
@@ -391,18 +360,13 @@ class Learner:
                 "prompt": c.messages[-1]["content"] if c.messages else self.state.text.decode(c.prompt),
                 "given": c.text,
                 "said": f.text or f.better or f"thumbs {f.thumbs}",
-                "before": self.state.text.decode(pending.result()[0].tokens),
+                "before": self.state.text.decode(done.tokens),
             }
-            for (f, c), pending in zip(shown, submitted, strict=True)
+            for (f, c), (done,) in zip(shown, decode(self.state.host, requests, engine.turn.yield_turn), strict=True)
         ]
 
     def _write(
-        self,
-        row: AdapterRow,
-        number: int,
-        engine: YieldingEngine,
-        record: Mapping[str, Any],
-        rows: Sequence[lessons.LessonRow],
+        self, row: AdapterRow, number: int, engine: YieldingEngine, record: Mapping[str, Any], found: Lessons
     ) -> Finding:
         """Write the version's folder, then check law SV: the log-probs of the served adapter equal the trained one's
         bit for bit."""
@@ -415,7 +379,7 @@ class Learner:
 
         versions.write(folder, fill, clean(record))
         state.leases.forget(row.id, number)  # an earlier attempt may have ended before its commit
-        batch = lessons.batches(state, rows)[0][0]
+        batch = lessons.batches(state, found.rows)[0][0]
         trained = engine.scalars(batch, [LogProb()])[LogProb()].values
         with state.leases.checked(row.id, number) as adapter, state.host.only(adapter):
             served = engine.scalars(batch, [LogProb()])[LogProb()].values

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 
 from earnest.data import TemplateError, hindsight, reprompt
 from earnest.objectives import Objective
-from earnest.serve.decode import positions
 from earnest.serve.errors import ServeError
 from earnest.serve.learning import LearnConfig
 from earnest.serve.rows import FeedbackRow, Status, StoredCompletion
@@ -141,7 +140,7 @@ def _teacher_prompt(state: State, config: LearnConfig, f: FeedbackRow, given: St
 
 
 def _fit(state: State, rows: Sequence[LessonRow]) -> None:
-    limit = positions(state.host.policy)
+    limit = state.host.policy.positions
     for row in rows:
         size = max(len(row.prompt), len(row.teacher_prompt or ())) + len(row.tokens) - 1
         if limit is not None and size > limit:

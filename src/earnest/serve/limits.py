@@ -8,20 +8,17 @@ server. An error without a handler becomes a 500 here, and the connection stays 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any
+from collections.abc import Mapping
 from urllib.parse import urlsplit
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from earnest.serve.errors import Forbidden, ServeError, TooLarge, TooSlow, error_response
 from earnest.serve.settings import LOOPBACK_NAMES
 
 TINKER_BODY = 64 << 20
 SLOWEST = 16384.0  # bytes per second that a body must arrive with, after its first seconds
-Scope = MutableMapping[str, Any]
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 class RequestLimits:
@@ -29,7 +26,7 @@ class RequestLimits:
 
     def __init__(
         self,
-        app: Callable[[Scope, Receive, Send], Awaitable[None]],
+        app: ASGIApp,
         max_body: int,
         body_wait: float,
         loopback_only: bool,
@@ -47,7 +44,7 @@ class RequestLimits:
         try:
             self._check(headers, limit)
         except ServeError as error:
-            await refuse(send, error)
+            await _refusal(error)(scope, receive, send)
             return
         seen, started, whole = 0, False, False
         refusal: ServeError | None = None
@@ -86,12 +83,13 @@ class RequestLimits:
         except Exception as error:
             if started:
                 raise
-            await answer(send, *error_response(error))
+            status, body, more = error_response(error)
+            await JSONResponse(body, status, more)(scope, receive, send)
         if refusal is not None and not started:
-            await refuse(send, refusal)
+            await _refusal(refusal)(scope, receive, send)
 
     def _limit(self, path: str) -> int:
-        """The Tinker wire carries whole batches, and sets its own limit below this one; ``larger`` has others."""
+        """The Tinker wire carries whole batches; ``larger`` has the limits of other paths."""
         if path in self.larger:
             return self.larger[path]
         return max(self.max_body, TINKER_BODY) if path.startswith("/api/v1/") else self.max_body
@@ -121,15 +119,6 @@ def _name(host: str) -> str:
     return host.rsplit("]", 1)[0] + "]" if host.startswith("[") else host.rsplit(":", 1)[0]
 
 
-async def refuse(send: Send, error: ServeError) -> None:
-    """Answer with the error and close: the rest of the body is not read."""
-    await answer(send, error.status, error.body(), error.headers | {"connection": "close"})
-
-
-async def answer(send: Send, status: int, body: Mapping[str, Any], more: Mapping[str, str]) -> None:
-    """Send a JSON answer."""
-    content = json.dumps(body).encode()
-    headers = {"content-type": "application/json", "content-length": str(len(content)), **more}
-    pairs = [(k.lower().encode(), v.encode()) for k, v in headers.items()]
-    await send({"type": "http.response.start", "status": status, "headers": pairs})
-    await send({"type": "http.response.body", "body": content})
+def _refusal(error: ServeError) -> JSONResponse:
+    """The error as an answer that closes the connection: the rest of the body is not read."""
+    return JSONResponse(error.body(), error.status, error.headers | {"connection": "close"})

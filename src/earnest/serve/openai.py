@@ -12,7 +12,7 @@ import json
 import math
 from collections.abc import AsyncIterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from fastapi import APIRouter, Request
@@ -24,6 +24,7 @@ from earnest.serve.choices import chat_logprobs, text_logprobs
 from earnest.serve.completing import CompletionWork, begin, cancel, keep, keep_rest, submit, wait
 from earnest.serve.errors import BadRequest, Conflict, error_response, no_completion
 from earnest.serve.keys import Who
+from earnest.serve.rows import AdapterRow
 from earnest.serve.state import State
 from earnest.serve.text import IncrementalText
 from earnest.serve.tool_wire import CallStream, message_of
@@ -66,29 +67,13 @@ def router(state: State) -> APIRouter:
     @api.get("/models", summary="The models")
     def models(caller: Who) -> dict[str, Any]:
         longest = {"max_model_len": state.host.policy.positions} if state.host.ready() else {}
-        rows = [("base", 0.0, 0, None)] + [(a.name, a.created, a.live, "base") for a in state.store.adapters()]
-        data = [
-            {"id": n, "object": "model", "created": int(t), "owned_by": "earnest", "adapter_version": v, "parent": p}
-            | longest
-            for n, t, v, p in rows
-            if caller.may(n, "read")
-        ]
-        return {"object": "list", "data": data}
+        data = [_model("base", None, 0), *(_model(row.name, row, row.live) for row in state.store.adapters())]
+        return {"object": "list", "data": [one | longest for one in data if caller.may(one["id"], "read")]}
 
     @api.get("/models/{model:path}", summary="One model")
     def model(model: str, caller: Who) -> dict[str, Any]:
         caller.demand(model.partition("@")[0], "read")
-        row, number = state.leases.resolve(model)
-        created = 0 if row is None else int(row.created)
-        parent = None if row is None else "base"
-        return {
-            "id": model,
-            "object": "model",
-            "created": created,
-            "owned_by": "earnest",
-            "adapter_version": number,
-            "parent": parent,
-        }
+        return _model(model, *state.leases.resolve(model))
 
     @api.get("/chat/completions/{completion_id}", summary="A stored answer")
     def given(completion_id: str, caller: Who, choice: int = 0) -> dict[str, Any]:
@@ -126,6 +111,13 @@ def router(state: State) -> APIRouter:
     return api
 
 
+def _model(name: str, row: AdapterRow | None, version: int) -> dict[str, Any]:
+    """A model of the list; ``row`` None is the base."""
+    created, parent = (0, None) if row is None else (int(row.created), "base")
+    found = {"id": name, "object": "model", "created": created, "owned_by": "earnest"}
+    return found | {"adapter_version": version, "parent": parent}
+
+
 async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]) -> Any:
     """Lease the version, submit, wait (or stream), store, answer."""
     stack = ExitStack()
@@ -151,8 +143,7 @@ async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]
                 choice["prompt_logprobs"] = scored[choice["index"] // work.n]
         return JSONResponse(whole, headers=work.headers())
     finally:
-        for pending in submitted:
-            pending.cancel()
+        cancel(submitted)
         stack.close()
 
 
@@ -217,6 +208,21 @@ def _prompt_scores(work: CompletionWork, top: int) -> list[Any]:
     return [prompt_tops(work.state, work.lease.adapter, prompt, top) for prompt in work.prompts]
 
 
+@dataclass
+class _Streamed:
+    """A choice while it is streamed; ``offset`` is that of its next token in its text."""
+
+    text: IncrementalText
+    calls: CallStream | None
+    offset: int = 0
+
+    def deltas(self, text: str, last: bool = False) -> list[dict[str, Any]]:
+        """The deltas that new text makes."""
+        if self.calls is not None:
+            return self.calls.feed(text, last)
+        return [{"content": text}] if text or not last else []
+
+
 async def _stream(
     work: CompletionWork, submitted: Sequence[PendingRequest], events: asyncio.Queue[Any], stack: ExitStack
 ) -> AsyncIterator[str]:
@@ -224,22 +230,18 @@ async def _stream(
     from earnest.serve.decode import Done
 
     chat = work.kind == "chat"
-    texts: dict[tuple[int, int], IncrementalText] = {}
-    calls: dict[tuple[int, int], CallStream] = {}
-    offsets: dict[tuple[int, int], int] = {}  # of the next token, in the text of its choice
+    streamed: dict[tuple[int, int], _Streamed] = {}
     ended = asyncio.gather(*(awaitable(f.future) for f in submitted), return_exceptions=True)
     ended.add_done_callback(lambda _: events.put_nowait(None))
 
     def chunk(choices: list[dict[str, Any]], **more: Any) -> str:
         return f"data: {json.dumps({**work.head('.chunk'), 'choices': choices, **more})}\n\n"
 
-    def grown(place: int, index: int, text: str, last: bool = False) -> list[dict[str, Any]]:
-        """The deltas that new text makes."""
-        if not work.tools:
-            return [{"content": text}] if text or not last else []
-        if (place, index) not in calls:
-            calls[place, index] = CallStream(work.reader(place))
-        return calls[place, index].feed(text, last)
+    def choice_at(place: int, index: int) -> _Streamed:
+        if (place, index) not in streamed:
+            text = IncrementalText(work.text, work.body.stops(), bool(work.tools))
+            streamed[place, index] = _Streamed(text, CallStream(work.reader(place)) if work.tools else None)
+        return streamed[place, index]
 
     def piece(place: int, index: int, delta: dict[str, Any], step: DecodedToken | None) -> str:
         choice: dict[str, Any] = {"index": place * work.n + index, "finish_reason": None, "logprobs": None}
@@ -250,13 +252,9 @@ async def _stream(
             if chat:
                 choice["logprobs"] = chat_logprobs(work.text, done)
             else:
-                logprobs = text_logprobs(work.text, done, None, offsets.get((place, index), 0))
-                offsets[place, index] = logprobs["text_offset"][0] + len(logprobs["tokens"][0])
-                choice["logprobs"] = logprobs
+                logprobs = choice["logprobs"] = text_logprobs(work.text, done, None, choice_at(place, index).offset)
+                choice_at(place, index).offset += len(logprobs["tokens"][0])
         return chunk([choice | ({"delta": delta} if chat else {"text": delta["content"]})])
-
-    def calls_of(place: int, index: int) -> bool:
-        return (place, index) in calls and bool(calls[place, index].reader.calls)
 
     finished = False
     try:
@@ -266,12 +264,11 @@ async def _stream(
                 yield chunk([{"index": index, "finish_reason": None, "logprobs": None, "delta": delta}])
         while (found := await events.get()) is not None:
             place, index, step = found
-            growing = texts.setdefault((place, index), IncrementalText(work.text, work.body.stops(), bool(work.tools)))
-            text = growing.feed(step.token)
+            text = choice_at(place, index).text.feed(step.token)
             every = work.top is not None or bool(work.body.return_token_ids)  # a chunk for every token
             if text or every:
                 shown: DecodedToken | None = step
-                for delta in grown(place, index, text) or [{}] * every:
+                for delta in choice_at(place, index).deltas(text) or [{}] * every:
                     yield piece(place, index, delta, shown)
                     shown = None
         outcomes: list[list[Done]] = []
@@ -283,10 +280,11 @@ async def _stream(
         finished = True
         for place, answers in enumerate(outcomes):
             for index, done in enumerate(answers):
-                text = texts[place, index].rest() if (place, index) in texts else ""
-                for delta in grown(place, index, text, last=True) if text or work.tools else ():
+                choice = choice_at(place, index)
+                for delta in choice.deltas(choice.text.rest(), last=True):
                     yield piece(place, index, delta, None)
-                finish = "tool_calls" if _finish(done) == "stop" and calls_of(place, index) else _finish(done)
+                called = choice.calls is not None and choice.calls.reader.calls
+                finish = "tool_calls" if called and _finish(done) == "stop" else _finish(done)
                 last: dict[str, Any] = {"index": place * work.n + index, "finish_reason": finish}
                 yield chunk([{**last, "logprobs": None, **({"delta": {}} if chat else {"text": ""})}])
         if work.body.stream_options is not None and work.body.stream_options.include_usage:

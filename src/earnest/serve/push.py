@@ -20,16 +20,14 @@ from pydantic import Field
 from starlette.concurrency import run_in_threadpool
 from starlette.requests import Request
 
-from earnest.errors import EarnestError
 from earnest.serve import versions
-from earnest.serve.errors import BadRequest, Conflict, ServeError, TooLarge
+from earnest.serve.errors import BadRequest, Conflict, ServeError, TooLarge, reason
 from earnest.serve.keys import Caller, Who
 from earnest.serve.names import check_name
 from earnest.serve.state import State
 from earnest.serve.store import PUSHED, AdapterRow
-from earnest.serve.wire import ERRORS, StrictBody
+from earnest.serve.wire import ERRORS, Name, StrictBody
 
-Name = Annotated[str, Field(min_length=1, max_length=200)]
 FILES = ("adapter_config.json", "adapter_model.safetensors", "earnest_adapter.json", "earnest_adapter.safetensors")
 IGNORED = ("version.json", "README.md")
 UPLOAD = "/v1/upload_lora_adapter"
@@ -52,9 +50,9 @@ class Pushed(StrictBody):
 
 
 def router(state: State) -> APIRouter:
-    api = APIRouter(prefix="/v1", responses=ERRORS, tags=["push"])
+    api = APIRouter(prefix="/v1", responses=ERRORS | PLAIN_TEXT, tags=["push"])
 
-    @api.post("/load_lora_adapter", summary="Load an adapter from a folder", response_model=None, responses=PLAIN_TEXT)
+    @api.post("/load_lora_adapter", summary="Load an adapter from a folder")
     def load(body: Load, caller: Who) -> PlainTextResponse:
         _allowed(body.lora_name, caller)
         _old(state, body.lora_name, body.load_inplace, caller)
@@ -64,8 +62,6 @@ def router(state: State) -> APIRouter:
     @api.post(
         "/upload_lora_adapter",
         summary="Load an adapter from the body, the zip of an export",
-        response_model=None,
-        responses=PLAIN_TEXT,
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -76,7 +72,7 @@ def router(state: State) -> APIRouter:
     async def upload(
         request: Request,
         caller: Who,
-        lora_name: Annotated[str, Query(min_length=1, max_length=200)],
+        lora_name: Name,
         load_inplace: bool = False,
         policy_version: Annotated[int | None, Query(ge=0, le=1 << 53)] = None,
     ) -> PlainTextResponse:
@@ -87,19 +83,15 @@ def router(state: State) -> APIRouter:
         await run_in_threadpool(install, state, lora_name, files, load_inplace, caller, policy_version)
         return PlainTextResponse(f"{lora_name} is loaded.")
 
-    @api.post("/unload_lora_adapter", summary="Forget a pushed adapter", response_model=None, responses=PLAIN_TEXT)
+    @api.post("/unload_lora_adapter", summary="Forget a pushed adapter")
     def unload(body: Pushed, caller: Who) -> PlainTextResponse:
         row = _pushed(state, body.lora_name, caller)
-        _forget(state, row.id)
+        state.store.delete(row.id)
+        _clear(state, row.id)
         state.bus.publish("adapter", row.name, what="unloaded")
         return PlainTextResponse(f"{row.name} is unloaded.")
 
-    @api.post(
-        "/abort_lora_adapter",
-        summary="End a pushed adapter's completions that are under way",
-        response_model=None,
-        responses=PLAIN_TEXT,
-    )
+    @api.post("/abort_lora_adapter", summary="End a pushed adapter's completions that are under way")
     def abort(body: Pushed, caller: Who) -> PlainTextResponse:
         """Each is answered with its tokens so far and the finish_reason `abort`. Later requests are not affected."""
         row = _pushed(state, body.lora_name, caller)
@@ -238,19 +230,13 @@ def _check(state: State, adapter: int) -> None:
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        reason = str(error) if isinstance(error, EarnestError) else f"{type(error).__name__}: {error}"
-        raise BadRequest(f"this adapter cannot be used with {state.host.policy.name}: {reason}") from None
+        raise BadRequest(f"this adapter cannot be used with {state.host.policy.name}: {reason(error)}") from None
 
 
 def _clear(state: State, adapter: int) -> None:
     """Remove an adapter from the model and from the disk."""
     state.leases.forget(adapter)
     versions.remove(state.store.version_folder(adapter, 0).parent)
-
-
-def _forget(state: State, adapter: int) -> None:
-    state.store.delete(adapter)
-    _clear(state, adapter)
 
 
 def _record() -> dict[str, Any]:

@@ -63,7 +63,6 @@ class NewFeedback:
     thumbs: Thumbs | None = None
     better: str | None = None
     id: str | None = None
-    adapter: str | None = None
 
 
 @dataclass(frozen=True)
@@ -112,12 +111,21 @@ def to_version(row: sqlite3.Row) -> VersionRow:
     return VersionRow(**dict(row) | {"record": json.loads(row["record"])})
 
 
+_ARRAYS = {"prompt": "i", "tokens": "i", "logprobs": "d"}
+_JSON = ("messages", "sampling")
+
+
 def to_completion(row: sqlite3.Row) -> StoredCompletion:
     values = dict(row)
-    for name, code in (("prompt", "i"), ("tokens", "i"), ("logprobs", "d")):
+    for name, code in _ARRAYS.items():
         numbers = array.array(code)
         numbers.frombytes(values[name])
         values[name] = tuple(numbers)
-    for name in ("messages", "sampling"):
-        values[name] = json.loads(values[name])
-    return StoredCompletion(**values)
+    return StoredCompletion(**values | {name: json.loads(values[name]) for name in _JSON})
+
+
+def from_completion(completion: StoredCompletion) -> dict[str, Any]:
+    """The row of a completion, by column."""
+    values = dict(vars(completion))
+    values |= {name: array.array(code, values[name]).tobytes() for name, code in _ARRAYS.items()}
+    return values | {name: json.dumps(values[name]) for name in _JSON}

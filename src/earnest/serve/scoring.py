@@ -15,7 +15,7 @@ from torch import Tensor
 
 from earnest.models.policy import Policy
 from earnest.serve.errors import BadRequest, TooLong
-from earnest.serve.tinker.data import Cells, Top
+from earnest.serve.tinker.data import Cells, SampleOutput, Top
 from earnest.serve.tinker.errors import WireError
 from earnest.serve.tinker.wire import dense, row_of
 
@@ -36,11 +36,8 @@ def _logits(policy: Policy, ids: Int[Tensor, " T"], first: int) -> Float[Tensor,
 @torch.no_grad()
 def score_tokens(state: State, adapter: Adapter | None, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
     """log π(answer_t | prompt, answer_<t) at temperature 1."""
-    from earnest.serve.decode import positions
-
     policy = state.host.policy
-    limit = positions(policy)
-    if limit is not None and len(prompt) + len(answer) > limit:
+    if (limit := policy.positions) is not None and len(prompt) + len(answer) > limit:
         raise TooLong(f"{len(prompt)} + {len(answer)} tokens are more than the {limit} positions of {policy.name}.")
     ids = torch.as_tensor([*prompt, *answer], device=policy.device)
     with state.host.turn("chat", adapter):
@@ -138,16 +135,6 @@ class PromptQuery:
         return self.logprobs or self.top > 0 or self.targets is not None or self.draws > 0
 
 
-@dataclass(frozen=True, eq=False)
-class PromptScores:
-    """The scores; None where not requested. Row i is about prompt token i + 1: the first has no context."""
-
-    prompt: tuple[float | None, ...] | None = None
-    top: Top | None = None
-    targets: Cells | None = None
-    alternatives: tuple[Int[Tensor, "P K"], Float[Tensor, "P K"]] | None = None
-
-
 def check_query(asked: PromptQuery, prompt: tuple[int, ...], vocabulary: int) -> None:
     """Refuse scores that this prompt cannot have."""
     rows = len(prompt) - 1
@@ -181,8 +168,8 @@ def check_query(asked: PromptQuery, prompt: tuple[int, ...], vocabulary: int) ->
 
 
 @torch.no_grad()
-def score_prompt(policy: Policy, prompt: tuple[int, ...], asked: PromptQuery) -> PromptScores:
-    """Inside a turn, with the sampler's adapter active."""
+def score_prompt(policy: Policy, prompt: tuple[int, ...], asked: PromptQuery) -> SampleOutput:
+    """The scores without any sequence; inside a turn, with the sampler's adapter active."""
     tokens = torch.tensor(prompt, device=policy.device)
     logits = _logits(policy, tokens, 1)
     logp = logits.log_softmax(-1)
@@ -196,7 +183,8 @@ def score_prompt(policy: Policy, prompt: tuple[int, ...], asked: PromptQuery) ->
     if asked.top:
         values, ids = (torch.nn.functional.pad(t, (0, 0, 1, 0)).cpu() for t in logp.topk(asked.top, -1))
         top = Top(ids, values, scored)
-    return PromptScores(
+    return SampleOutput(
+        (),
         prompt_logprobs,
         top,
         None if asked.targets is None else _at(logp, asked.targets),

@@ -16,9 +16,8 @@ from earnest.errors import ConfigError
 from earnest.serve import versions
 from earnest.serve.attempts import Attempts
 from earnest.serve.changes import ChangeWatcher
-from earnest.serve.errors import Loading
 from earnest.serve.events import Bus
-from earnest.serve.host import Host, NotReady
+from earnest.serve.host import Host
 from earnest.serve.keys import Keys
 from earnest.serve.leases import Leases
 from earnest.serve.settings import ServeSettings
@@ -68,7 +67,6 @@ class State:
         self.leases = Leases(self.host, self.store)
         self.changes = ChangeWatcher(self)
         self.learner: Learner | None = None
-        self._text: Text | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         for name in settings.adapters:
             self.store.create(name, {}, exist_ok=True)
@@ -80,21 +78,16 @@ class State:
 
         policy = self.host.policy
         self.store.bind(policy.name, policy.fingerprint())
-        self._text = self.host.text
         self.learner = Learner(self)
         self.learner.start()
 
     @property
     def text(self) -> Text:
-        assert self._text is not None, "wait() comes first"
-        return self._text
+        return self.host.text
 
     def wait(self) -> None:
         """Wait until the model is loaded; 503 if that takes too long."""
-        try:
-            self.host.wait(self.settings.load_wait)
-        except NotReady as error:
-            raise Loading(str(error)) from None
+        self.host.wait(self.settings.load_wait)
 
     def tinker_caller(self, request: Request) -> None:
         """The Tinker API needs the right to teach an adapter named `tinker`, except for its health. Deleting a
@@ -109,7 +102,7 @@ class State:
         """Why nothing can be stored; None if it can. After a failure, one small write tests the disk again."""
         if self.store.db.failure is not None:
             with contextlib.suppress(Exception):
-                self.store.db.write(lambda c: c.execute("INSERT OR REPLACE INTO meta VALUES('probe', '')").rowcount)
+                self.store.db.run("INSERT OR REPLACE INTO meta VALUES('probe', '')")
         return self.store.db.failure
 
     def later(self, work: Coroutine[Any, Any, None]) -> None:

@@ -6,13 +6,13 @@ applied twice, even if the process dies. Feedback is ordered by its sequence num
 
 from __future__ import annotations
 
-import array
 import json
 import sqlite3
 import time
 import uuid
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,6 +29,7 @@ from earnest.serve.rows import (
     Status,
     StoredCompletion,
     VersionRow,
+    from_completion,
     to_adapter,
     to_completion,
     to_version,
@@ -151,7 +152,7 @@ class ServerStore:
 
     def delete(self, adapter: int) -> None:
         """The adapter, its versions and its feedback; the completions stay."""
-        self.db.write(lambda c: c.execute("DELETE FROM adapters WHERE id = ?", (adapter,)).rowcount)
+        self.db.run("DELETE FROM adapters WHERE id = ?", (adapter,))
 
     # --- versions -----------------------------------------------------------------------------------------------------
 
@@ -193,7 +194,8 @@ class ServerStore:
                 "INSERT INTO versions VALUES(?, ?, ?, ?, ?, ?, ?)",
                 (adapter, number, parent, time.time(), status, why, json.dumps(record)),
             )
-            became: tuple[Status, str] = ("held", _held(number, why)) if why else ("applied", "")
+            held = f"version {number} is a candidate and answers nobody ({why}); promoting it applies this feedback"
+            became: tuple[Status, str] = ("held", held) if why else ("applied", "")
             _settle(c, dict.fromkeys(applied, became) | dict(others), number)
             live = row["live"] if why else number
             c.execute("UPDATE adapters SET live = ?, next = ? WHERE id = ?", (live, number + 1, adapter))
@@ -237,7 +239,7 @@ class ServerStore:
     def pin(self, adapter: int, number: int | None) -> None:
         """Keep ``number`` live whatever is learned; None: end that."""
         if number is None:
-            self.db.write(lambda c: c.execute("UPDATE adapters SET pinned = 0 WHERE id = ?", (adapter,)).rowcount)
+            self.db.run("UPDATE adapters SET pinned = 0 WHERE id = ?", (adapter,))
         else:
             self.set_live(adapter, number, pinned=True)
 
@@ -264,30 +266,12 @@ class ServerStore:
     # --- completions --------------------------------------------------------------------------------------------------
 
     def add_completions(self, completions: Sequence[StoredCompletion]) -> Future[None]:
-        rows = [
-            (
-                c.id,
-                c.choice,
-                c.created,
-                c.adapter,
-                c.model,
-                c.version,
-                c.key,
-                c.kind,
-                json.dumps([dict(m) for m in c.messages]),
-                array.array("i", c.prompt).tobytes(),
-                array.array("i", c.tokens).tobytes(),
-                array.array("d", c.logprobs).tobytes(),
-                c.temperature,
-                json.dumps(c.sampling),
-                c.text,
-                c.finish,
-            )
-            for c in completions
-        ]
+        rows = [from_completion(c) for c in completions]
+        names = [f.name for f in fields(StoredCompletion)]
+        places = ", ".join(f":{name}" for name in names)
 
         def work(c: sqlite3.Connection) -> None:
-            c.executemany(f"INSERT INTO completions VALUES({', '.join('?' * 16)})", rows)
+            c.executemany(f"INSERT INTO completions({', '.join(names)}) VALUES({places})", rows)
 
         return self.db.submit(work)
 
@@ -423,10 +407,6 @@ def _known(c: sqlite3.Connection, adapter: sqlite3.Row, number: int) -> sqlite3.
 
 def _no_version(name: str, number: int, known: Sequence[int]) -> NotFound:
     return NotFound(f"{name} has no version {number}; it has {known or 'none but 0, the base'}.", "version")
-
-
-def _held(number: int, why: str) -> str:
-    return f"version {number} is a candidate and answers nobody ({why}); promoting it applies this feedback"
 
 
 def _withdrawn(c: sqlite3.Connection, seqs: Sequence[int]) -> bool:

@@ -16,15 +16,6 @@ if TYPE_CHECKING:
     from earnest.models import Policy
 
 
-def _alphabet() -> dict[str, int]:
-    """How a byte-level vocabulary writes bytes: a byte that can be printed is that character, the others are the
-    characters from 256 on, in order."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [b for b in range(256) if b not in plain]
-    return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(others)}
-
-
-ALPHABET = _alphabet()
 BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -78,12 +69,19 @@ class Text:
             name = self.policy.tokenizer.convert_ids_to_tokens(token)
             special = token in self.policy.tokenizer.added_tokens_decoder
         if name is not None and not special:
-            if "ByteLevel" in self._decoders and all(c in ALPHABET for c in name):
-                return [ALPHABET[c] for c in name]
+            if "ByteLevel" in self._decoders and all(c in self._alphabet for c in name):
+                return [self._alphabet[c] for c in name]
             if "ByteFallback" in self._decoders and (byte := BYTE.fullmatch(name)):
                 return [int(byte[1], 16)]
         said = self.decode([token], special=True)
         return None if "\ufffd" in said else list(said.encode())
+
+    @cached_property
+    def _alphabet(self) -> dict[str, int]:
+        """How a byte-level vocabulary writes bytes."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        return {character: byte for byte, character in bytes_to_unicode().items()}
 
     @cached_property
     def _decoders(self) -> frozenset[str]:

@@ -94,17 +94,15 @@ def zipped(folder: Path) -> bytes:
 def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
     """A new adapter whose version 1 is this version, optimizer state included. Version 0 has nothing to copy.
     It appears when its files are written, so it never answers as the base."""
-    if number > 0:
-        version = state.store.version(row, number)
-        if not (state.store.version_folder(row.id, number) / "engine").is_dir():
-            raise Conflict(f"{row.name}@{number} was pushed without an optimizer's state, so it cannot learn here.")
     origin = f"{row.name}@{number}"
     if number == 0:
         return state.store.create(name, row.learn, origin=origin)
-    if not intact(state.store.version_folder(row.id, number), "adapter", "engine"):
-        raise damaged(row.name, number)
-    record = {**version.record, "feedback": [], "forked_from": origin}
+    record = {**state.store.version(row, number).record, "feedback": [], "forked_from": origin}
     source = state.store.version_folder(row.id, number)
+    if not (source / "engine").is_dir():
+        raise Conflict(f"{origin} was pushed without an optimizer's state, so it cannot learn here.")
+    if not intact(source, "adapter", "engine"):
+        raise damaged(row.name, number)
 
     def fill(folder: Path) -> None:
         for part in ("adapter", "engine"):
@@ -123,20 +121,19 @@ def fork(state: State, row: AdapterRow, number: int, name: str) -> AdapterRow:
 
 def diff(state: State, row: AdapterRow, old: int, new: int) -> dict[str, Any]:
     """The difference of two versions: weights by layer, feedback, settings, metrics."""
-    records = {n: {} if n == 0 else state.store.version(row, n).record for n in (old, new)}
-    metrics = {n: _flat(records[n].get("metrics", {})) for n in (old, new)}
-    settings = {n: _flat(records[n].get("config", {})) for n in (old, new)}
-    seen = {n: _ancestry(state, row, n) for n in (old, new)}
+    records = [{} if n == 0 else state.store.version(row, n).record for n in (old, new)]
+    settings, metrics = ([_flat(record.get(key, {})) for record in records] for key in ("config", "metrics"))
+    before, after = (_ancestry(state, row, n) for n in (old, new))
     return {
         "object": "diff",
         "adapter": row.name,
         "old": old,
         "new": new,
         "weights": _weights(state, row, old, new),
-        "settings": _changed(settings[old], settings[new]),
-        "metrics": _changed(metrics[old], metrics[new]),
-        "feedback_only_in_old": [f for f in seen[old] if f not in seen[new]],
-        "feedback_only_in_new": [f for f in seen[new] if f not in seen[old]],
+        "settings": _changed(*settings),
+        "metrics": _changed(*metrics),
+        "feedback_only_in_old": [f for f in before if f not in after],
+        "feedback_only_in_new": [f for f in after if f not in before],
     }
 
 
@@ -158,17 +155,13 @@ def _weights(state: State, row: AdapterRow, old: int, new: int) -> dict[str, Any
         state.host.turn("chat") as turn,
     ):
         sides: list[dict[str, Any]] = []
-        for lease in (a, b):
-            deltas = {}
-            if lease.adapter is not None:
-                with state.host.only(lease.adapter):
-                    for path, delta in lease.adapter.deltas():
-                        deltas[path] = delta.detach()
-            sides.append(deltas)
+        for adapter in (a.adapter, b.adapter):
+            with state.host.only(adapter):
+                sides.append({} if adapter is None else {path: d.detach() for path, d in adapter.deltas()})
             turn.yield_turn()
         layers = {}
         for path in sorted({*sides[0], *sides[1]}):
-            x, y = sides[0].get(path), sides[1].get(path)
+            x, y = (side.get(path) for side in sides)
             gap = y if x is None else x if y is None else y - x
             layers[path] = {
                 "old": 0.0 if x is None else float(x.norm()),

@@ -34,6 +34,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }
 
 
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+
+
 class StrictBody(BaseModel):
     """A body whose keys are all known."""
 
@@ -295,7 +298,7 @@ class TextRequest(Sampling):
 class ScoreRequest(StrictBody):
     """POST /v1/score: the log-probs of an answer."""
 
-    model: Annotated[str, Field(min_length=1, max_length=200)]
+    model: Name
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=1000)]
     completion: Annotated[str, Field(min_length=1)]
 

@@ -50,15 +50,12 @@ def walk_down(
         seen.append(Try(at, len(found), len(kept), limits.counts(found)))
         if len(kept) >= enough:
             return DoseSearch(at, kept, tuple(seen))
-    shown = "; ".join(f"dose {t.dose:.3g}: {t.survived} of {t.sampled}, {_why(t.refused)}" for t in seen)
+    counts = [", ".join(f"{n} by {why}" for why, n in sorted(t.refused.items(), key=lambda i: -i[1])) for t in seen]
+    shown = "; ".join(
+        f"dose {t.dose:.3g}: {t.survived} of {t.sampled}, {refused or 'none refused'}"
+        for t, refused in zip(seen, counts, strict=True)
+    )
     raise TooFewSurvivors(
         f"{enough} steered samples have to survive the filter, and at no dose did that many ({shown}). Sample more, "
         "lower the target of the dose, or check whether the filter separates."
-    )
-
-
-def _why(refused: dict[str, int]) -> str:
-    return (
-        ", ".join(f"{count} by {reason}" for reason, count in sorted(refused.items(), key=lambda i: -i[1]))
-        or "none refused"
     )

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from earnest.engines.vocabulary import scalars
 from earnest.models.policy import Policy
-from earnest.objectives.needs import Divergence
+from earnest.objectives.needs import Divergence, LogProb
 from earnest.objectives.trust import aggregate
 from earnest.signals.batch import Batch, Reference
 from earnest.signals.distributions import Hidden
@@ -40,6 +40,13 @@ class Dose:
 def states(policy: Policy, batch: Batch) -> Float[Tensor, "N d"]:
     """Last hidden states before the batch's active tokens, of the current policy."""
     return policy.hidden(batch.inputs)[batch.row, batch.position]
+
+
+@torch.no_grad()
+def logprobs(policy: Policy, batch: Batch) -> Float[Tensor, " N"]:
+    """Log-probs of the batch's active tokens under the current policy."""
+    batch = batch.to(policy.device)
+    return scalars(states(policy, batch), policy.head, batch, [LogProb()])[LogProb()].values
 
 
 @torch.no_grad()

@@ -20,18 +20,14 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from earnest import data
 from earnest.adapters import without_adapters
-from earnest.engines.vocabulary import scalars
 from earnest.models.policy import Policy
 from earnest.models.sampling import SampleSpec
 from earnest.models.slots import sample
-from earnest.objectives.needs import LogProb
 from earnest.signals.batch import Batch
-from earnest.steering.dose import states
+from earnest.steering.dose import logprobs, states
 from earnest.steering.errors import SteeringError
 from earnest.steering.filter import Filter
 from earnest.steering.text import char_repetition, word_repetition
@@ -133,26 +129,23 @@ class TraitEvaluator:
         )
         return (1 - looping / len(answers)) * min(1.0, self.base_answers / self._answer_perplexity(tokens))
 
-    @torch.no_grad()
     def _answer_perplexity(self, tokens: Sequence[tuple[int, ...]]) -> float:
         """The perplexity of answers to the questions without a system prompt, under the base without adapters."""
-        total, count = 0.0, 0
         prompts = [self.policy.render(p.messages) for p in self.prompts]
         with without_adapters(self.policy):
-            for part in _parts(list(zip(prompts, tokens, strict=True)), 32):
-                batch = Batch.from_rows([p for p, _ in part], [t for _, t in part], pad=self.policy.pad_id)
-                lp = _logprobs(self.policy, batch)
-                total, count = total - float(lp.double().sum()), count + len(lp)
-        return _exp(total / count)
+            return self._perplexity(list(zip(prompts, tokens, strict=True)))
 
-    @torch.no_grad()
     def perplexity(self) -> float:
         """The perplexity of the plain texts, each after the tokenizer's first token of a text."""
+        ids = [self.policy.encode(text) for text in self.texts]
+        return self._perplexity([(i[:1], i[1:]) for i in ids])
+
+    def _perplexity(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
+        """The perplexity of completions after their prompts."""
         total, count = 0.0, 0
-        for part in _parts(self.texts, 32):
-            ids = [self.policy.encode(text) for text in part]
-            lp = _logprobs(
-                self.policy, Batch.from_rows([i[:1] for i in ids], [i[1:] for i in ids], pad=self.policy.pad_id)
+        for part in _parts(rows, 32):
+            lp = logprobs(
+                self.policy, Batch.from_rows([p for p, _ in part], [t for _, t in part], pad=self.policy.pad_id)
             )
             total, count = total - float(lp.double().sum()), count + len(lp)
         return _exp(total / count)
@@ -189,11 +182,6 @@ def _system_message(system: str | None) -> list[dict[str, str]]:
 
 def _parts(items: Sequence[Any], size: int) -> list[Sequence[Any]]:
     return [items[i : i + size] for i in range(0, len(items), size)]
-
-
-def _logprobs(policy: Policy, batch: Batch) -> Float[Tensor, " N"]:
-    batch = batch.to(policy.device)
-    return scalars(states(policy, batch), policy.head, batch, [LogProb()])[LogProb()].values
 
 
 def _exp(nats: float) -> float:

@@ -19,13 +19,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.adapters import without_adapters
-from earnest.engines.vocabulary import scalars
 from earnest.errors import EarnestError
 from earnest.models.policy import Policy
-from earnest.objectives.needs import LogProb
 from earnest.settings import Checked, setting
 from earnest.signals.batch import Batch
-from earnest.steering.dose import states
+from earnest.steering.dose import logprobs
 from earnest.steering.errors import SteeringError
 from earnest.steering.text import NARRATION, REFUSAL, char_repetition, says, word_repetition
 
@@ -53,7 +51,7 @@ def read(
         part = slice(start, start + rows)
         batch = Batch.from_rows(prompts[part], answers[part], pad=policy.pad_id).to(policy.device)
         with without_adapters(policy):
-            lp = scalars(states(policy, batch), policy.head, batch, [LogProb()])[LogProb()].values
+            lp = logprobs(policy, batch)
         for r, (prompt, answer) in enumerate(zip(prompts[part], answers[part], strict=True)):
             tail = tail_perplexity(lp[batch.row == r])
             found.append(SteeredSample(tuple(prompt), tuple(answer), policy.decode(answer), tail))

@@ -20,6 +20,10 @@ STORE_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "OBJECT_STORE_")
 """Prefixes of the environment variables by which a store's address and keys reach a worker."""
 HUB_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT")
 """What a worker needs to load a gated or private model."""
+LOST = -9
+"""The exit code of a replica whose actor or container is gone."""
+WAIT = 60.0
+"""Seconds that an actor gets to answer."""
 
 
 class ExecutorError(EarnestError):
@@ -94,6 +98,25 @@ class Executor(Protocol):
     def poll(self) -> list[Exit]: ...
 
     def stop(self) -> None: ...
+
+
+class Polled:
+    """An executor that looks at each replica it started: at the ``handle`` that ``start`` puts into ``running``."""
+
+    def __init__(self) -> None:
+        self.running: dict[int, tuple[int, Any]] = {}  # replica → attempt, handle
+
+    def look(self, handle: Any) -> tuple[int, str] | None:
+        """(exit code, the end of its log) of a replica that has ended; frees what it held."""
+        raise NotImplementedError
+
+    def poll(self) -> list[Exit]:
+        ended = []
+        for replica, (attempt, handle) in list(self.running.items()):
+            if (found := self.look(handle)) is not None:
+                del self.running[replica]
+                ended.append(Exit(replica, attempt, *found))
+        return ended
 
 
 EXECUTORS: dict[str, str] = {

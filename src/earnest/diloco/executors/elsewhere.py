@@ -12,8 +12,9 @@ from earnest.diloco.executors.base import ExecutorError, Job
 INSTALL = "EARNEST_INSTALL"
 
 
-def demand_reachable(job: Job, where: str) -> None:
-    """Refuse what only this machine can reach: a store in a folder, loopback addresses, credential files, data."""
+def elsewhere(job: Job, where: str) -> Job:
+    """The job for other machines, where each worker chooses its own folder. Refuses what only this machine can reach: a
+    store in a folder, loopback addresses, credential files, data."""
     if job.url.startswith(("file:", "memory:")):
         raise ExecutorError(
             f"--on {where}: the run is at {job.url}, which only this machine can reach; give a bucket with "
@@ -35,17 +36,13 @@ def demand_reachable(job: Job, where: str) -> None:
                 f"--on {where}: ${name} is a path of this machine, which the workers cannot read; give the keys "
                 "themselves in the environment."
             )
+    return replace(job, folder=None)
 
 
 def demand_gpu(job: Job, there: bool, where: str, example: str) -> None:
     """Refuse a run on CUDA on a machine without a GPU."""
     if job.gpu and not there:
         raise ExecutorError(f"--on {where}: device=cuda needs a machine with a GPU; write --on {example}.")
-
-
-def without_folder(job: Job) -> Job:
-    """The job without a folder: on another machine a worker chooses its own."""
-    return replace(job, folder=None)
 
 
 def requirements() -> list[str]:

@@ -16,7 +16,7 @@ import time
 from typing import Any, ClassVar
 
 from earnest.diloco.executors.base import ExecutorError, Exit, Job
-from earnest.diloco.executors.elsewhere import demand_gpu, demand_reachable, requirements, without_folder
+from earnest.diloco.executors.elsewhere import demand_gpu, elsewhere, requirements
 
 _log = logging.getLogger(__name__)
 IMAGE = "ghcr.io/astral-sh/uv:python3.11-bookworm"
@@ -50,9 +50,8 @@ class HFJobsExecutor:
 
     def arguments(self, job: Job, replica: int, attempt: int) -> dict[str, Any]:
         """The keyword arguments of ``run_job``."""
-        demand_reachable(job, "hf")
+        job = elsewhere(job, "hf")
         demand_gpu(job, not self.flavor.startswith("cpu"), f"hf:{self.flavor}", "hf:a10g-small")
-        job = without_folder(job)
         source, *others = requirements()
         run = re.sub(r"[^a-zA-Z0-9-]+", "-", job.url.rstrip("/").rsplit("/", 1)[-1])
         return {

@@ -15,8 +15,8 @@ import sys
 from importlib.metadata import requires
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import ExecutorError, Exit, Job
-from earnest.diloco.executors.elsewhere import demand_gpu, demand_reachable, without_folder
+from earnest.diloco.executors.base import LOST, ExecutorError, Job, Polled
+from earnest.diloco.executors.elsewhere import demand_gpu, elsewhere
 from earnest.errors import MissingExtra
 
 HOURS = 24
@@ -25,7 +25,6 @@ TOKEN = (
     "Modal needs a token: make an account at modal.com, then run `modal token new`, or set MODAL_TOKEN_ID and "
     "MODAL_TOKEN_SECRET."
 )
-LOST = -9
 SOURCES = ("earnest", "earnest_audit")
 IGNORED = ["**/__pycache__/**", "**/*.pyc"]
 
@@ -41,16 +40,16 @@ def work(words: list[str]) -> tuple[int, str]:
     return done.returncode, " ".join(done.stdout[-400:].decode(errors="replace").split())
 
 
-class ModalExecutor:
+class ModalExecutor(Polled):
     """``option`` is a GPU; empty: none."""
 
     name: ClassVar[str] = "modal"
 
     def __init__(self, option: str = "") -> None:
+        super().__init__()
         self.gpu = option or None
         self._inside = contextlib.ExitStack()
         self._function: Any = None
-        self._calls: dict[int, tuple[int, Any]] = {}
 
     def settings(self) -> dict[str, Any]:
         """The arguments of ``app.function``, apart from the image and the secrets."""
@@ -74,9 +73,9 @@ class ModalExecutor:
         return wanted
 
     def _job(self, job: Job) -> Job:
-        demand_reachable(job, "modal")
+        job = elsewhere(job, "modal")
         demand_gpu(job, self.gpu is not None, "modal", "modal:A10G")
-        return without_folder(job)
+        return job
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
         job = self._job(job)
@@ -107,30 +106,25 @@ class ModalExecutor:
                 app, function = self.build(job)
                 self._inside.enter_context(app.run())
                 self._function = function
-            self._calls[replica] = (attempt, self._function.spawn(job.words(replica)))
+            self.running[replica] = (attempt, self._function.spawn(job.words(replica)))
         except modal.exception.AuthError as error:
             raise ExecutorError(f"--on modal: {TOKEN} ({error})") from None
         except modal.exception.Error as error:
             raise ExecutorError(f"--on modal: replica {replica} was not started: {error}") from None
 
-    def poll(self) -> list[Exit]:
-        modal = _modal()
-        ended = []
-        for replica, (attempt, call) in list(self._calls.items()):
-            try:
-                code, words = call.get(timeout=0)
-            except TimeoutError:
-                continue  # it still runs (modal.exception.TimeoutError is one, too)
-            except modal.exception.Error as error:
-                code, words = LOST, f"its container is gone: {error}"
-            del self._calls[replica]
-            ended.append(Exit(replica, attempt, code, words))
-        return ended
+    def look(self, handle: Any) -> tuple[int, str] | None:
+        try:
+            code, words = handle.get(timeout=0)
+        except TimeoutError:
+            return None  # it still runs (modal.exception.TimeoutError is one, too)
+        except _modal().exception.Error as error:
+            code, words = LOST, f"its container is gone: {error}"
+        return code, words
 
     def stop(self) -> None:
-        for _, call in self._calls.values():
+        for _, call in self.running.values():
             call.cancel(terminate_containers=True)
-        self._calls.clear()
+        self.running.clear()
         self._function = None
         self._inside.close()
 

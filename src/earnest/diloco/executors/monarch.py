@@ -9,13 +9,11 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import ExecutorError, Exit, Job, gpu_variables
-from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
+from earnest.diloco.executors.base import LOST, WAIT, ExecutorError, Job, Polled, gpu_variables
+from earnest.diloco.executors.elsewhere import elsewhere
 from earnest.errors import MissingExtra
 
 _log = logging.getLogger(__name__)
-LOST = -9
-WAIT = 60.0
 
 
 def _actor() -> tuple[Any, Any]:
@@ -31,12 +29,13 @@ def _actor() -> tuple[Any, Any]:
     return monarch, Worker
 
 
-class MonarchExecutor:
+class MonarchExecutor(Polled):
     """``option`` is a comma-separated list of workers' addresses; empty: this host."""
 
     name: ClassVar[str] = "monarch"
 
     def __init__(self, option: str = "") -> None:
+        super().__init__()
         self.hosts = [host for host in option.split(",") if host]
         for host in self.hosts:
             if not host.startswith("tcp://"):
@@ -45,13 +44,9 @@ class MonarchExecutor:
                 )
         self._made: tuple[Any, Any] | None = None
         self._mesh: Any = None
-        self._running: dict[int, tuple[int, Any, Any]] = {}
 
     def _job(self, job: Job) -> Job:
-        if self.hosts:
-            demand_reachable(job, "monarch")
-            return without_folder(job)
-        return job
+        return elsewhere(job, "monarch") if self.hosts else job
 
     def _number(self, replica: int) -> int:
         """The number of a replica among those on its host."""
@@ -85,7 +80,7 @@ class MonarchExecutor:
             raise ExecutorError(
                 f"--on monarch: replica {replica} was not started on {self._place(replica)}: {error}"
             ) from None
-        self._running[replica] = (attempt, actor, procs)
+        self.running[replica] = (attempt, (actor, procs))
 
     def _attach(self) -> Any:
         monarch, _ = self._made or _actor()
@@ -96,22 +91,19 @@ class MonarchExecutor:
         monarch.enable_transport(monarch.ChannelTransport.TcpWithLocalhost if near else "tcp")
         return monarch.attach_to_workers(ca="trust_all_connections", workers=list(self.hosts))
 
-    def poll(self) -> list[Exit]:
-        ended = []
-        for replica, (attempt, actor, procs) in list(self._running.items()):
-            try:
-                found = _one(actor.look.call_one())
-            except Exception as error:
-                found = (LOST, f"its actor is gone: {str(error).strip().splitlines()[0]}")
-            if found is not None:
-                del self._running[replica]
-                _end(procs)
-                ended.append(Exit(replica, attempt, *found))
-        return ended
+    def look(self, handle: Any) -> tuple[int, str] | None:
+        actor, procs = handle
+        try:
+            found: tuple[int, str] | None = _one(actor.look.call_one())
+        except Exception as error:
+            found = (LOST, f"its actor is gone: {str(error).strip().splitlines()[0]}")
+        if found is not None:
+            _end(procs)
+        return found
 
     def stop(self) -> None:
-        asked = [(actor.finish.call_one(), procs) for _, actor, procs in self._running.values()]
-        self._running.clear()
+        asked = [(actor.finish.call_one(), procs) for _, (actor, procs) in self.running.values()]
+        self.running.clear()
         for future, procs in asked:
             try:
                 _one(future)

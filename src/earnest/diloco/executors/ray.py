@@ -12,14 +12,11 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import ExecutorError, Exit, Job
-from earnest.diloco.executors.elsewhere import demand_reachable, without_folder
+from earnest.diloco.executors.base import LOST, WAIT, ExecutorError, Job, Polled
+from earnest.diloco.executors.elsewhere import elsewhere
 from earnest.diloco.executors.runner import Runner
 from earnest.sync.cluster import ClusterError, connect, first_line
 
-LOST = -9
-"""The exit code of a replica whose actor is gone."""
-WAIT = 60.0
 OPTIONS: dict[str, float] = {"num_cpus": 1, "max_restarts": 0, "max_task_retries": 0}
 """Of an actor. No restarts by Ray: ``supervise`` starts replicas again, the same way everywhere."""
 
@@ -33,22 +30,19 @@ class RayRunner(Runner):
         return super().start(words, {**env, "RAY_ADDRESS": ray.get_runtime_context().gcs_address})
 
 
-class RayExecutor:
+class RayExecutor(Polled):
     """``option`` is the address of a running cluster; empty: a Ray of this machine."""
 
     name: ClassVar[str] = "ray"
 
     def __init__(self, option: str = "") -> None:
+        super().__init__()
         self.address = option or os.environ.get("RAY_ADDRESS", "")
         self._ray: Any = None
         self._own = False
-        self._actors: dict[int, tuple[int, Any]] = {}
 
     def _job(self, job: Job) -> Job:
-        if self.address:
-            demand_reachable(job, f"ray:{self.address}")
-            return without_folder(job)
-        return job
+        return elsewhere(job, f"ray:{self.address}") if self.address else job
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
         job = self._job(job)
@@ -78,40 +72,32 @@ class RayExecutor:
                 f"cluster have a free CPU{' and a free GPU' if gpus else ''}, and is earnest installed on its nodes? "
                 f"{first_line(error)}"
             ) from None
-        self._actors[replica] = (attempt, actor)
+        self.running[replica] = (attempt, actor)
 
-    def poll(self) -> list[Exit]:
-        ended = []
-        for replica, (attempt, actor) in list(self._actors.items()):
-            try:
-                found = self._ray.get(actor.poll.remote(), timeout=WAIT)
-            except self._ray.exceptions.RayError as error:
-                found = (LOST, f"its actor is gone: {first_line(error)}")
-            if found is not None:
-                del self._actors[replica]
-                self._ray.kill(actor)
-                ended.append(Exit(replica, attempt, *found))
-        return ended
+    def look(self, handle: Any) -> tuple[int, str] | None:
+        try:
+            found: tuple[int, str] | None = self._ray.get(handle.poll.remote(), timeout=WAIT)
+        except self._ray.exceptions.RayError as error:
+            found = (LOST, f"its actor is gone: {first_line(error)}")
+        if found is not None:
+            self._ray.kill(handle)
+        return found
 
     def stop(self) -> None:
         if self._ray is None:
             return
-        asked = [actor.stop.remote() for _, actor in self._actors.values()]
+        asked = [actor.stop.remote() for _, actor in self.running.values()]
         for one in asked:
             try:
                 self._ray.get(one, timeout=WAIT)
             except self._ray.exceptions.RayError:
                 continue  # it has ended already
-        for _, actor in self._actors.values():
+        for _, actor in self.running.values():
             self._ray.kill(actor)
-        self._actors.clear()
+        self.running.clear()
         if self._own:
             self._ray.shutdown()
         self._ray = None
-
-    def processes(self) -> dict[int, int]:
-        """Replica → process id of its actor, for tests that kill one."""
-        return {r: self._ray.get(actor.pid.remote()) for r, (_, actor) in self._actors.items()}
 
 
 def _gpus(job: Job, there: float | None) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""One ``earnest worker`` as a process of the machine that this runs on; what Ray's and Monarch's actors hold.
+"""One ``earnest worker`` as a process of this machine, started by the launcher or by an actor of Ray or Monarch.
 
-The process dies with its actor (Linux's parent-death signal), so an actor that is lost with its node or its driver
+The process dies with its parent (Linux's parent-death signal), so an actor that is lost with its node or its driver
 leaves no worker running.
 """
 
@@ -31,45 +31,48 @@ main(sys.argv[1:])
 
 
 class Runner:
-    """Start, look, stop. ``words`` come after ``earnest``."""
+    """Start, look, stop. The output is added to ``log``; with ``own_session`` Ctrl-C does not reach the process."""
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log = Path(tempfile.mkstemp(prefix="earnest-worker-", suffix=".log")[1])
+    def __init__(self, log: Path | None = None, own_session: bool = False) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self._own_session, self._asked = own_session, False
+        self._log = log or Path(tempfile.mkstemp(prefix="earnest-worker-", suffix=".log")[1])
 
     def start(self, words: Sequence[str], env: Mapping[str, str]) -> int:
         """The process id of ``earnest WORDS`` under this interpreter."""
-        assert self._process is None, "a runner runs one command"
-        with self._log.open("wb") as out:
-            self._process = subprocess.Popen(
+        assert self.process is None, "a runner runs one command"
+        with self._log.open("ab") as out:
+            self.process = subprocess.Popen(
                 [sys.executable, "-c", WORKER_SCRIPT, *words],
                 env={**os.environ, **env, PARENT: str(os.getpid())},
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
+                start_new_session=self._own_session,
             )
-        return self._process.pid
-
-    def pid(self) -> int:
-        """The process that holds this runner, not the worker's."""
-        return os.getpid()
+        return self.process.pid
 
     def poll(self) -> tuple[int, str] | None:
         """(exit code, the end of its log) once it has ended."""
-        assert self._process is not None, "start comes first"
-        code = self._process.poll()
-        return None if code is None else (code, self.tail())
+        assert self.process is not None, "start comes first"
+        code = self.process.poll()
+        if code is None:
+            return None
+        return code, " ".join(self._log.read_bytes()[-TAIL:].decode(errors="replace").split())
 
-    def tail(self) -> str:
-        return " ".join(self._log.read_bytes()[-TAIL:].decode(errors="replace").split())
+    def terminate(self) -> None:
+        """SIGTERM, once: a worker writes a checkpoint and ends."""
+        if self.process is not None and not self._asked:
+            self._asked = True
+            self.process.terminate()
 
     def stop(self) -> None:
-        """SIGTERM (a worker writes a checkpoint and ends), after some seconds SIGKILL."""
-        if self._process is None or self._process.poll() is not None:
+        """SIGTERM, after some seconds SIGKILL."""
+        self.terminate()
+        if self.process is None:
             return
-        self._process.terminate()
         try:
-            self._process.wait(timeout=GRACE)
+            self.process.wait(timeout=GRACE)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+            self.process.kill()
+            self.process.wait()

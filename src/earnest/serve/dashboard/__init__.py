@@ -43,8 +43,9 @@ def router(state: State) -> APIRouter:
     def part(part: str) -> Response:
         """The stylesheet is the report's plus the dashboard's own."""
         if part == "page.css":
-            look = resources.files("earnest.report").joinpath("assets", "page.css").read_text(encoding="utf-8")
-            return Response(look + _asset("page.css"), media_type=KINDS[".css"], headers=HEADERS)
+            from earnest.report.blocks import asset
+
+            return Response(asset("page.css") + _asset("page.css"), media_type=KINDS[".css"], headers=HEADERS)
         if part in PARTS:
             return Response(_asset(part), media_type=KINDS[".js"], headers=HEADERS)
         raise NotFound(f"the dashboard has no part {part[:80]!r}.")

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from earnest import http
@@ -59,32 +54,11 @@ class EvalClient:
     def teach(self, items: list[dict[str, Any]]) -> list[str]:
         return [f["id"] for f in self.call("POST", "/v1/feedback", {"feedback": items})["data"]]
 
-    def settled(self, ids: list[str], tick: Callable[[], None] = lambda: None) -> list[dict[str, Any]]:
+    def settled(self, ids: list[str]) -> list[dict[str, Any]]:
         """Wait until none of these feedbacks is queued."""
         found = []
         for name in ids:
             while (state := self.call("GET", f"/v1/feedback/{name}"))["status"] == "queued":
-                tick()
                 time.sleep(0.1)
             found.append(state)
         return found
-
-
-@contextmanager
-def own_server(data: Path, model: str) -> Iterator[str]:
-    """A server that is started for the evaluation; yields its address."""
-    command = [sys.executable, "-m", "earnest.cli", "serve", "--port", "0", "--model", model, "--data", str(data)]
-    with (data.parent / "serve.log").open("w") as log:
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)
-        assert process.stdout is not None
-        try:
-            line = process.stdout.readline()
-            if "http://" not in line:
-                process.wait()
-                why = (data.parent / "serve.log").read_text().strip().splitlines()[-1:]
-                raise EvalError(f"the server did not start: {' '.join(why)}")
-            yield line.split()[2]
-        finally:
-            process.terminate()
-            process.wait()
-            process.stdout.close()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from contextlib import ExitStack
 from pathlib import Path
 
-from earnest.serve.eval.client import EvalClient, own_server
+from earnest.errors import SamplingError
+from earnest.serve.eval.client import EvalClient, EvalError
 from earnest.serve.eval.figure import draw
 from earnest.serve.eval.loop import evaluate, summarise, table
 from earnest.serve.eval.preferences import FeedbackEvalConfig
+from earnest.sync.own_server import OwnServer
 
 KEY = "EARNEST_API_KEY"
 
@@ -19,8 +20,12 @@ def run(config: FeedbackEvalConfig, out: Path, *, url: str | None = None, model:
     """Measure every preference and print the results; without ``url``, against a server started for this."""
     with ExitStack() as stack:
         if url is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="earnest-eval-")))
-            url = stack.enter_context(own_server(folder / "data", model))
+            try:
+                server = OwnServer({"port": 0, "model": model})
+            except SamplingError as error:
+                raise EvalError(str(error).removeprefix("sampler.port: ")) from None
+            stack.callback(server.close)
+            url = server.url
             print(f"serving {model} at {url} for this evaluation", flush=True)
         client = EvalClient(url, os.environ.get(KEY))
         rounds = evaluate(client, config, out, lambda line: print(line, flush=True))

@@ -9,7 +9,7 @@ collapse      the gate's numbers for the live version: entropy ratio, self-simil
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from statistics import fmean
@@ -47,86 +47,81 @@ def evaluate(client: EvalClient, config: FeedbackEvalConfig, out: Path, say: Cal
     found: list[Round] = []
     lines: list[str] = []
     for preference in config.preferences:
-        name = f"eval/{preference.name}"
-        client.create(name, config.learn)
+        loop = _Loop(client, config, preference, f"eval/{preference.name}", config.asked())
+        client.create(loop.name, config.learn)
         try:
-            for row in _loop(client, config, preference, name, say):
+            for row in loop.rounds():
+                say(_line(row))
                 found.append(row)
                 lines.append(json.dumps(asdict(row)))
                 write_text(out / "steps.jsonl", "\n".join(lines) + "\n")
         finally:
-            client.delete(name)
+            client.delete(loop.name)
     summary = summarise(found)
     write_json(out / "summary.json", summary)
     write_text(out / "summary.md", table(summary))
     return found
 
 
-def _loop(
-    client: EvalClient, config: FeedbackEvalConfig, preference: UserPreference, name: str, say: Callable[[str], None]
-) -> Any:
-    questions = config.asked()
-    row = _measure(client, config, preference, name, questions, 0)
-    say(_line(row))
-    yield row
-    for number in range(1, config.rounds + 1):
-        start = (number - 1) * config.per_round
-        prompts = [preference.prompts[(start + i) % len(preference.prompts)] for i in range(config.per_round)]
-        wrong: list[dict[str, Any]] = []
-        for i, prompt in enumerate(prompts):
-            seed = 1000 * number + i
-            sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature, "seed": seed}
-            completion, (answer,) = client.chat(name, prompt, **sampling)
-            if not preference.verifier.holds(answer):
-                wrong.append({"completion_id": completion, "text": preference.feedback})
-        states = client.settled(client.teach(wrong)) if wrong else []
-        row = _measure(
-            client, config, preference, name, questions, number, len(wrong), len(prompts) - len(wrong), states
+@dataclass(frozen=True)
+class _Loop:
+    """One preference, learned and measured on the adapter ``name``."""
+
+    client: EvalClient
+    config: FeedbackEvalConfig
+    preference: UserPreference
+    name: str
+    questions: list[Question]
+
+    def rounds(self) -> Iterator[Round]:
+        per_round, known = self.config.per_round, self.preference.prompts
+        yield self._measure(0, 0, 0, [])
+        for number in range(1, self.config.rounds + 1):
+            start = (number - 1) * per_round
+            wrong: list[dict[str, Any]] = []
+            for i in range(per_round):
+                completion, (answer,) = self._ask(known[(start + i) % len(known)], seed=1000 * number + i)
+                if not self.preference.verifier.holds(answer):
+                    wrong.append({"completion_id": completion, "text": self.preference.feedback})
+            states = self.client.settled(self.client.teach(wrong)) if wrong else []
+            yield self._measure(number, len(wrong), per_round - len(wrong), states)
+
+    def _ask(self, prompt: str, **sampling: int) -> tuple[str, list[str]]:
+        config = self.config
+        return self.client.chat(
+            self.name, prompt, max_tokens=config.max_tokens, temperature=config.temperature, **sampling
         )
-        say(_line(row))
-        yield row
 
-
-def _measure(
-    client: EvalClient,
-    config: FeedbackEvalConfig,
-    preference: UserPreference,
-    name: str,
-    questions: list[Question],
-    number: int,
-    said: int = 0,
-    complied: int = 0,
-    states: list[dict[str, Any]] | None = None,
-) -> Round:
-    margin = fmean(
-        client.score(name, p.prompt, p.chosen) - client.score(name, p.prompt, p.rejected) for p in preference.pairs
-    )
-    sampling = {"max_tokens": config.max_tokens, "temperature": config.temperature, "n": config.samples, "seed": 7}
-    answers = [a for probe in preference.probes for a in client.chat(name, probe, **sampling)[1]]
-    right = [max(q.allowed, key=lambda a: client.score(name, q.prompt, a)) == q.answer for q in questions]
-    live = client.call("GET", f"/v1/adapters/{name}")["live"]
-    versions = client.call("GET", f"/v1/adapters/{name}/versions")["data"]
-    made = {s["version"] for s in states or () if s["version"] is not None}
-    refused = [v for v in versions if v["number"] in made and v["status"] == "candidate"]
-    notes = [s["note"] for s in states or () if s["note"]]
-    collapse = {}
-    if live:
-        record = client.call("GET", f"/v1/adapters/{name}/versions/{live}")
-        collapse = {k: record["metrics"]["gate"][k] for k in COLLAPSE}
-    return Round(
-        preference=preference.name,
-        round=number,
-        version=live,
-        margin=margin,
-        compliance=fmean(preference.verifier.holds(a) for a in answers),
-        capability=fmean(right),
-        said=said,
-        complied=complied,
-        candidates=len(refused),
-        collapse=collapse,
-        reasons=tuple(dict.fromkeys([v["reason"] for v in refused] + notes)),
-        answers=tuple(answers[:3]),
-    )
+    def _measure(self, number: int, said: int, complied: int, states: list[dict[str, Any]]) -> Round:
+        client, name, preference = self.client, self.name, self.preference
+        margin = fmean(
+            client.score(name, p.prompt, p.chosen) - client.score(name, p.prompt, p.rejected) for p in preference.pairs
+        )
+        answers = [a for probe in preference.probes for a in self._ask(probe, n=self.config.samples, seed=7)[1]]
+        right = [max(q.allowed, key=lambda a: client.score(name, q.prompt, a)) == q.answer for q in self.questions]
+        live = client.call("GET", f"/v1/adapters/{name}")["live"]
+        versions = client.call("GET", f"/v1/adapters/{name}/versions")["data"]
+        made = {s["version"] for s in states if s["version"] is not None}
+        refused = [v for v in versions if v["number"] in made and v["status"] == "candidate"]
+        notes = [s["note"] for s in states if s["note"]]
+        collapse = {}
+        if live:
+            record = client.call("GET", f"/v1/adapters/{name}/versions/{live}")
+            collapse = {k: record["metrics"]["gate"][k] for k in COLLAPSE}
+        return Round(
+            preference=preference.name,
+            round=number,
+            version=live,
+            margin=margin,
+            compliance=fmean(preference.verifier.holds(a) for a in answers),
+            capability=fmean(right),
+            said=said,
+            complied=complied,
+            candidates=len(refused),
+            collapse=collapse,
+            reasons=tuple(dict.fromkeys([v["reason"] for v in refused] + notes)),
+            answers=tuple(answers[:3]),
+        )
 
 
 def _line(row: Round) -> str:

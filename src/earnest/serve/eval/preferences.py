@@ -21,16 +21,9 @@ from pydantic import Field, model_validator
 from earnest.config.schema import Strict, Whole
 from earnest.errors import ConfigError, nearest
 from earnest.serve.eval.verifiers import Verifier
+from earnest.serve.learning import PairConfig
 
 NonEmptyText = Annotated[str, Field(min_length=1)]
-
-
-class MarginPair(Strict):
-    """Two answers; the margin is how much likelier the first is."""
-
-    prompt: NonEmptyText
-    chosen: NonEmptyText
-    rejected: NonEmptyText
 
 
 class UserPreference(Strict):
@@ -39,7 +32,7 @@ class UserPreference(Strict):
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,40}$")]
     feedback: NonEmptyText = Field(description="the feedback on an answer that does not comply")
     verifier: Verifier
-    pairs: list[MarginPair] = Field(min_length=1)
+    pairs: list[PairConfig] = Field(min_length=1)
     prompts: list[NonEmptyText] = Field(min_length=1, description="asked while learning, round by round")
     probes: list[NonEmptyText] = Field(min_length=1, description="asked to measure; never learned from")
 

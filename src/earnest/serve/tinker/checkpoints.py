@@ -74,7 +74,7 @@ class CheckpointStore:
 
     def add(self, run: str, base_model: str, lora: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         values = (run, base_model, json.dumps(lora), json.dumps(metadata), now())
-        self.db.write(lambda c: c.execute(_RUN, values).rowcount)
+        self.db.run(_RUN, values)
 
     def get(self, run: str) -> TrainingRun:
         row = self.db.one("SELECT * FROM tinker_runs WHERE id = ?", (run,))
@@ -162,7 +162,7 @@ class CheckpointStore:
     def set_ttl(self, path: CheckpointPath, seconds: int | None) -> None:
         values = (_expiry(seconds), path.run, path.kind, path.name)
         self.find(path)
-        self.db.write(lambda c: c.execute(f"UPDATE tinker_checkpoints SET expires = ? {_WHERE}", values).rowcount)
+        self.db.run(f"UPDATE tinker_checkpoints SET expires = ? {_WHERE}", values)
 
     def checkpoints(self, run: str) -> list[dict[str, Any]]:
         """As the SDK reads them, oldest first."""

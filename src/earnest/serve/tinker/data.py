@@ -74,7 +74,8 @@ class Cells:
 
 @dataclass(frozen=True, eq=False)
 class SampleOutput:
-    """``prompt`` has None for a token that was not scored; the first token never is."""
+    """``prompt`` has None for a token that was not scored: the first never is, since it has no context. Other scores
+    of the prompt are None where not requested; row i is about prompt token i + 1."""
 
     sequences: tuple[Sequence, ...]
     prompt: tuple[float | None, ...] | None = None

@@ -105,10 +105,8 @@ class LiveModel:
         """The number of changes of the weights; samplers of the same version share one adapter."""
 
     def pass_(self, request: PassRequest) -> PassOutput:
-        from earnest.serve.decode import positions
-
         policy = self.host.policy
-        loss = passes.check(request, policy.head.weight.shape[0], positions(policy))
+        loss = passes.check(request, policy.head.weight.shape[0], policy.positions)
         with self.host.turn("tinker", self.adapter) as turn:
             return passes.run(self.engine, request, loss, turn.yield_turn)
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from earnest.serve.tinker.service import Service
 
 LIMIT = 64 << 20
+"""Bytes of a decompressed body; ``RequestLimits`` bounds what is sent."""
 POLL = 20.0
 """Seconds for which a request for a result is held open."""
 
@@ -44,20 +45,9 @@ Handler = Callable[[Request, str], Awaitable[Response]]
 Body = Mapping[str, Any]
 
 
-async def _read(request: Request) -> bytes:
-    """The body, never more than ``LIMIT`` bytes of it."""
-    parts, size = [], 0
-    async for part in request.stream():
-        size += len(part)
-        if size > LIMIT:
-            raise WireError(f"the body is more than {LIMIT} bytes; send it in smaller parts.", 413)
-        parts.append(part)
-    return b"".join(parts)
-
-
 async def _body(request: Request) -> dict[str, Any]:
     try:
-        body = json.loads(await _read(request) or b"{}")
+        body = json.loads(await request.body() or b"{}")
     except ValueError as error:
         raise WireError(f"the body is not JSON ({error}).") from error
     if not isinstance(body, dict):
@@ -140,7 +130,7 @@ def router(host: Host, store: ServerStore) -> APIRouter:
     async def run_pass(request: Request, _: str) -> Response:
         from earnest.serve.tinker import wire
 
-        service, sent, headers = await lazy.get(), await _read(request), request.headers
+        service, sent, headers = await lazy.get(), await request.body(), request.headers
         body = await asyncio.to_thread(wire.decompress, sent, headers.get("content-encoding", ""), LIMIT)
         run, seq, decode = await asyncio.to_thread(wire.read_pass, body, headers.get("content-type", ""))
         with _numbered(service, run, seq):

@@ -6,7 +6,7 @@ import queue
 import secrets
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -70,10 +70,9 @@ class SampleRequest:
 
     def spec(self, host: Host) -> SampleSpec:
         from earnest.models import SampleSpec
-        from earnest.serve.decode import positions
 
         p = self.params
-        room = positions(host.policy)
+        room = host.policy.positions
         most = p.get("max_tokens")
         if most is None:
             if room is None:
@@ -102,7 +101,7 @@ class _Job:
     request: SampleRequest
     key: str
     source: WeightSource
-    scores: scoring.PromptScores = field(default_factory=scoring.PromptScores)
+    scores: SampleOutput = SampleOutput(())
     submitted: list[PendingRequest] = field(default_factory=list)
     left: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -200,28 +199,13 @@ class SampleQueue:
             job.promise.set(failure(failed))
             return
         found = [done for pending in job.submitted for done in pending.future.result()]
-        scores = job.scores
-        job.promise.set(
-            SampleOutput(
-                tuple(_sequence(done, job.request.top) for done in found),
-                scores.prompt,
-                scores.top,
-                scores.targets,
-                scores.alternatives,
-            )
-        )
+        job.promise.set(replace(job.scores, sequences=tuple(_sequence(done, job.request.top) for done in found)))
 
 
 def _parts(n: int, spec: SampleSpec, most: int) -> list[tuple[int, SampleSpec]]:
     """``n`` completions as requests of at most ``most``, each with a seed of its own."""
-    from dataclasses import replace
-
-    parts = []
-    for k, start in enumerate(range(0, n, most)):
-        parts.append(
-            (min(most, n - start), spec if k == 0 else replace(spec, seed=(spec.seed + k * 0x9E3779B9) % 2**62))
-        )
-    return parts
+    seeds = [spec.seed, *((spec.seed + k * 0x9E3779B9) % 2**62 for k in range(1, -(-n // most)))]
+    return [(min(most, n - k * most), replace(spec, seed=seed)) for k, seed in enumerate(seeds)]
 
 
 def _sequence(done: Done, k: int) -> Sequence:

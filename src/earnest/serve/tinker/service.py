@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from earnest.errors import nearest
@@ -187,62 +188,42 @@ class Service:
         return self._start(request.model_id, request.seq_id, lambda: self.model(request.model_id).pass_(request))
 
     def optim_step(self, body: Body) -> Promise:
-        run = str(body["model_id"])
-        self.model(run)
+        self.model(str(body["model_id"]))
         if "adam_params" not in body:
             raise WireError("optim_step needs adam_params; other optimizers are not served.")
-
-        def step() -> Result:
-            return JsonResult({"metrics": self.model(run).optim_step(AdamParams.read(body["adam_params"]))})
-
-        return self._start(run, body.get("seq_id"), step)
+        return self._work(body, lambda model: {"metrics": model.optim_step(AdamParams.read(body["adam_params"]))})
 
     # --- weights ---------------------------------------------------------------------------------------------------
 
     def save_weights(self, body: Body) -> Promise:
-        run = str(body["model_id"])
-        self.model(run)
+        def save(model: LiveModel) -> Body:
+            overwrite = bool(body.get("overwrite"))
+            return {"type": "save_weights", "path": self._save(body, "weights", "state", model.save, overwrite)}
 
-        def save() -> Result:
-            model = self.model(run)
-            path = names.CheckpointPath(
-                run, "weights", names.check_name(body.get("path") or f"state-{names.new_id()[:12]}")
-            )
-            self.checkpoints.save(
-                path,
-                model.save,
-                overwrite=bool(body.get("overwrite")),
-                ttl=body.get("ttl_seconds"),
-                metadata=body.get("user_metadata"),
-            )
-            return JsonResult({"type": "save_weights", "path": str(path)})
-
-        return self._start(run, body.get("seq_id"), save)
+        return self._work(body, save)
 
     def save_for_sampler(self, body: Body) -> Promise:
-        run = str(body["model_id"])
-        self.model(run)
-
-        def save() -> Result:
-            model = self.model(run)
+        def save(model: LiveModel) -> Body:
             number = body.get("sampling_session_seq_id")
             if number is not None:
-                sampler = f"{run.partition(':')[0]}:sample:{int(number)}"
+                sampler = f"{model.run.partition(':')[0]}:sample:{int(number)}"
                 copy = Snapshot(model.variant, tuple(model.targets), model.adapter.state_dict())
-                self._add_sampler(sampler, f"{run}@{model.weights_version}", copy, None)
-                return JsonResult({"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler})
-            path = names.CheckpointPath(
-                run, "sampler_weights", names.check_name(body.get("path") or f"v-{names.new_id()[:12]}")
-            )
-            self.checkpoints.save(
-                path,
-                lambda folder: model.save_sampler(folder, self.name),
-                ttl=body.get("ttl_seconds"),
-                metadata=body.get("user_metadata"),
-            )
-            return JsonResult({"type": "save_weights_for_sampler", "path": str(path)})
+                self._add_sampler(sampler, f"{model.run}@{model.weights_version}", copy, None)
+                return {"type": "save_weights_for_sampler", "path": None, "sampling_session_id": sampler}
+            path = self._save(body, "sampler_weights", "v", lambda folder: model.save_sampler(folder, self.name))
+            return {"type": "save_weights_for_sampler", "path": path}
 
-        return self._start(run, body.get("seq_id"), save)
+        return self._work(body, save)
+
+    def _save(
+        self, body: Body, kind: names.Kind, prefix: str, write: Callable[[Path], object], overwrite: bool = False
+    ) -> str:
+        """Write a checkpoint under the name that the request gives, or a new one; returns its path."""
+        name = names.check_name(body.get("path") or f"{prefix}-{names.new_id()[:12]}")
+        path = names.CheckpointPath(str(body["model_id"]), kind, name)
+        ttl, metadata = body.get("ttl_seconds"), body.get("user_metadata")
+        self.checkpoints.save(path, write, overwrite=overwrite, ttl=ttl, metadata=metadata)
+        return str(path)
 
     def load_weights(self, body: Body) -> Promise:
         if body.get("model_id") is None:
@@ -252,16 +233,15 @@ class Service:
         if path.kind != "weights":
             raise WireError(f"{path} holds weights for sampling; load a state (…/weights/…).")
 
-        def load() -> Result:
+        def load(model: LiveModel) -> Body:
             folder = self.checkpoints.find(path).folder
-            theirs, model = self.checkpoints.get(path.run).lora, self.model(run)
-            ours = asdict(model.lora)
+            theirs, ours = self.checkpoints.get(path.run).lora, asdict(model.lora)
             if {k: v for k, v in theirs.items() if k != "seed"} != {k: v for k, v in ours.items() if k != "seed"}:
                 raise WireError(f"{path} was made with the LoRA {theirs}, this model has {ours}; create one like it.")
             model.load(folder, optimizer=bool(body.get("optimizer")))
-            return JsonResult({"type": "load_weights", "path": str(path), "model_id": run})
+            return {"type": "load_weights", "path": str(path), "model_id": run}
 
-        return self._start(run, body.get("seq_id"), load)
+        return self._work(body, load)
 
     def weights_info(self, text: str) -> dict[str, Any]:
         path = names.CheckpointPath.parse(text)
@@ -317,9 +297,7 @@ class Service:
     # --- reading ---------------------------------------------------------------------------------------------------
 
     def capabilities(self) -> dict[str, Any]:
-        from earnest.serve.decode import positions
-
-        room = positions(self.host.policy) if self.host.ready() else None
+        room = self.host.policy.positions if self.host.ready() else None
         known = {"model_name": self.name, "max_context_length": room, "trainable": True, "sampleable": True}
         return {"supported_models": [known]}
 
@@ -327,6 +305,12 @@ class Service:
         """A numbered request was refused before it was queued: its model continues with the next one."""
         if isinstance(run, str) and run in self.models and isinstance(seq, int):
             self.queues.skip(run, seq)
+
+    def _work(self, body: Body, work: Callable[[LiveModel], Body]) -> Promise:
+        """Queue ``work`` on the model of a request, under the request's number."""
+        run = str(body["model_id"])
+        self.model(run)
+        return self._start(run, body.get("seq_id"), lambda: JsonResult(work(self.model(run))))
 
     def _start(self, run: str, seq: int | None, work: Callable[[], Result], name: str | None = None) -> Promise:
         number = (name or names.new_id()) if seq is None else int(seq)
