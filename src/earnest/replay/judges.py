@@ -16,7 +16,7 @@ from earnest.replay.continued import reward_after
 from earnest.replay.endpoint import Endpoint, Usage
 from earnest.replay.local import LocalPolicy, UnusableTurn
 from earnest.replay.traces import AssistantTurn, Message, plain_text
-from earnest.tasks import Prompt, get_task, is_environment
+from earnest.tasks import Environment, Prompt, Task, get_task, is_environment
 
 SYSTEM = "You compare two answers that an assistant could give next in a conversation. Judge by what helps the user."
 QUESTION = """The conversation:
@@ -63,7 +63,7 @@ def by_grader(comparison: AnswerComparison, task: str | None) -> float:
     name, data = task or turn.trace.meta.get("task"), turn.trace.meta.get("data")
     if not isinstance(name, str) or not isinstance(data, dict):
         raise UnusableTurn("the trace has no meta.task and meta.data, so no grader can judge it")
-    grader = get_task(name)
+    grader: Task | Environment = get_task(name)
     if is_environment(grader):
         better, worse = (reward_after(grader, turn, answer, data) for answer in (comparison.candidate, turn.answer))
         return better - worse
