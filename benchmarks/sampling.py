@@ -7,7 +7,8 @@
 every side computes the same number of tokens. All sides return the log-probs of what they sampled. The products are
 those that every side needs, and nothing else: the linear layers for the prompts (what all prompts begin with once) and
 for 31 of the 32 tokens of each row, and the head for each token; no attention, no choice of a token. ``packed`` are the
-same products with packed weights (``earnest.models.packed``), the packing included. The sides in this process take
+same products as the sampler computes them (``earnest.models.packed``): packed weights for several rows, the packing
+included, and halves of the weights for one. The sides in this process take
 turns, and the median over the repeats counts. vLLM runs in its own environment (`make vllm`) afterwards, with the same
 number of threads; without the environment it is left out.
 """

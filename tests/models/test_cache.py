@@ -66,14 +66,10 @@ def test_buffer_is_concatenation(sizes: list[int], room: int, seed: int) -> None
         keys, values = keys[rows], values[rows]
 
 
-def test_a_shared_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_shared_prompt_is_computed_once() -> None:
     policy = tiny.policy()
-    assert policy.cache_kind == "buffered"
-    shapes = []
-    hidden = type(policy).hidden
-    monkeypatch.setattr(
-        type(policy), "hidden", lambda self, ids, **kw: (shapes.append(tuple(ids.shape)), hidden(self, ids, **kw))[1]
-    )
+    assert policy.cache_kind == "buffered" and policy.decoder is not None
+    shapes, _ = tiny.read(policy)
     policy.model.generation_config.eos_token_id = None
     policy.__dict__["eos_ids"] = frozenset()
     sample(policy, [[5, 6, 7], [8, 9, 10], [5, 6, 7]], 4, SampleSpec(max_new_tokens=3))

@@ -54,6 +54,26 @@ def test_the_sampler_computes_with_the_copies(monkeypatch: pytest.MonkeyPatch) -
         assert c.logprobs == pytest.approx(scored(policy, PROMPTS[c.prompt_index], c.tokens), abs=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["llama", "gemma2", "qwen2"])
+@pytest.mark.parametrize("new", [3, packed.PACKED_FROM])
+def test_one_row_is_multiplied_with_halves_of_the_weights(kind: str, new: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without copies, with the policy's log-probs; the products of every token but the prompt's are such."""
+    policy = tiny.policy(kind)
+    calls: list[int] = []
+    inner = packed._one_row
+
+    def one_row(x: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
+        calls.append(x.numel())
+        return inner(x, *more)
+
+    monkeypatch.setattr(packed, "_one_row", one_row)
+    monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", None)  # an error if it is called
+    (c,) = sample(policy, PROMPTS[:1], 1, SampleSpec(max_new_tokens=new, seed=7, stop_ids=()))
+    assert c.logprobs == pytest.approx(scored(policy, PROMPTS[0], c.tokens), abs=1e-4)
+    layers = sum(m.out_features % 2 == 0 for m in packed.linears(policy.model) if m is not policy.head.module)
+    assert len(calls) == (new - 1) * layers + new * (policy.head.weight.shape[0] % 2 == 0)
+
+
 def completions_with_a_change(policy: Policy, write: str) -> list[Completion]:
     """The weights change after the fourth token; at the end the model has its own again."""
     layers = [m for m in policy.model.modules() if isinstance(m, nn.Linear)]

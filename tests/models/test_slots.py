@@ -60,19 +60,16 @@ def test_the_time_of_joining_changes_nothing(kind: str, joins: list[int], max_ro
         assert found[key].logprobs == pytest.approx(completion.logprobs, abs=1e-4)
 
 
-def test_a_free_slot_is_used_at_once_and_a_shared_prompt_is_computed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_free_slot_is_used_at_once_and_a_shared_prompt_is_computed_once() -> None:
     policy = shared("llama")
-    assert policy.cache_kind == "buffered"
-    shapes: list[tuple[int, ...]] = []
-    hidden = type(policy).hidden
-    monkeypatch.setattr(
-        type(policy), "hidden", lambda self, ids, **kw: (shapes.append(tuple(ids.shape)), hidden(self, ids, **kw))[1]
-    )
+    assert policy.cache_kind == "buffered" and policy.decoder is not None
+    shapes, unhook = tiny.read(policy)
     short = SampleSpec(max_new_tokens=3, stop_ids=())
     with evaluating(policy):
         slots = SlotSampler(policy, short, max_rows=2)
         slots.submit([SampleRow(0, j, (5, 6, 7), j, limit) for j, limit in enumerate([1, 3, 3, 3])])
         ended = [[row.sample_index for row, _ in slots.step()] for _ in range(5)]
+    unhook()
     assert ended == [[0], [], [1], [2], []]
     # Rows 0 and 1 share a prompt. Row 0 ends with its first token, row 2 takes its slot before the second one.
     assert shapes[:3] == [(1, 3), (2, 1), (1, 3)]

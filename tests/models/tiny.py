@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -102,3 +103,10 @@ def model(kind: str = "llama", *, seed: int = 0, spread: float = 12.0, **changes
 
 def policy(kind: str = "llama", *, pad: str | None = "<pad>", template: str | None = CHATML, **changes: Any) -> Policy:
     return Policy.of(model(kind, **changes), tokenizer(pad=pad, template=template), name=f"tiny {kind}")
+
+
+def read(policy: Policy) -> tuple[list[tuple[int, ...]], Callable[[], None]]:
+    """The shapes of the token ids that the model reads from now on, and what ends the list."""
+    shapes: list[tuple[int, ...]] = []
+    embed = policy.model.get_input_embeddings()
+    return shapes, embed.register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape))).remove

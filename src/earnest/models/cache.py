@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from earnest.models.attention import grouped
+from earnest.models.decoding import Decoder, find_decoder
 
 if TYPE_CHECKING:
     from earnest.models.policy import Policy
@@ -124,6 +125,7 @@ class Cached:
         prefixes: Sequence[Prefix | None] | None = None,
     ) -> None:
         self.policy, self.cache = policy, cache
+        self.decoder: Decoder | None = None
         starts = [0 if p is None else len(p.tokens) for p in prefixes or [None] * len(prompts)]
         known = max(starts)
         if known:
@@ -177,7 +179,11 @@ class Cached:
     def step(self, tokens: Int[Tensor, " R"]) -> None:
         positions = self.lengths
         self.used, self.lengths = self.used + 1, self.lengths + 1
-        self.last = self._forward(tokens[:, None], positions)
+        if self.decoder is not None and self.decoder.usable():
+            seen = self.mask[:, : self.used] if self.ragged else None
+            self.last = self.decoder(tokens[:, None], positions if self.ragged else positions[:1], _layers(self), seen)
+        else:
+            self.last = self._forward(tokens[:, None], positions)
 
     def keep(self, rows: Int[Tensor, " r"]) -> None:
         self.cache.reorder_cache(rows)  # selects and repeats rows
@@ -208,8 +214,11 @@ def start(
     owner: Int[Tensor, " R"],
     new: int,
     prefixes: Sequence[Prefix | None] | None = None,
+    *,
+    probing: bool = False,
 ) -> Sequences:
-    """Sequences that start with ``prompts`` and grow by up to ``new`` tokens; ``prefixes`` are computed already."""
+    """Sequences that start with ``prompts`` and grow by up to ``new`` tokens; ``prefixes`` are computed already.
+    ``probing``: every step calls the body."""
     if kind == "none":
         return Uncached(policy, prompts, owner)
     config: Any = policy.model.config
@@ -218,7 +227,9 @@ def start(
     given = max((len(p.tokens) for p in prefixes or () if p is not None), default=0)
     room = given + max(map(len, prompts)) + min(new, FIRST_ROOM)
     layers = [BufferLayer(room) for _ in range(config.get_text_config(decoder=True).num_hidden_layers)]
-    return Cached(policy, prompts, owner, new, Cache(layers=layers), prefixes)
+    made = Cached(policy, prompts, owner, new, Cache(layers=layers), prefixes)
+    made.decoder = None if probing else policy.decoder
+    return made
 
 
 # --- rows that join and leave (buffered only) ------------------------------------------------------------------------
@@ -306,19 +317,42 @@ def find_kind(policy: Policy) -> CacheKind:
     if not policy.accepts("past_key_values"):
         return "none"
     config: Any = policy.model.config.get_text_config(decoder=True)
-    ids = [(5 * i + 1) % policy.head.weight.shape[0] for i in range(7)]
-    want = policy.hidden(torch.as_tensor([ids], device=policy.device))[0]
+    ids, want = _probe(policy)
     plain = set(getattr(config, "layer_types", None) or ["full_attention"]) <= _PLAIN_LAYERS
     if plain and not getattr(config, "num_kv_shared_layers", None) and _obeys(policy, "buffered", ids, want, [5, 2]):
         return "buffered"
     return "dynamic" if _obeys(policy, "dynamic", ids, want, [5, 5]) else "none"
 
 
-def _obeys(policy: Policy, kind: CacheKind, ids: list[int], want: Float[Tensor, "T d"], lengths: list[int]) -> bool:
+@torch.no_grad()
+def find_fast(policy: Policy) -> Decoder | None:
+    """The decoder of this body, if its hidden states equal those of the body on the same probe."""
+    made = find_decoder(policy)
+    if made is None:
+        return None
+    ids, want = _probe(policy)
+    return made if all(_obeys(policy, "buffered", ids, want, lengths, made) for lengths in ([5, 2], [4, 4])) else None
+
+
+def _probe(policy: Policy) -> tuple[list[int], Float[Tensor, "T d"]]:
+    ids = [(5 * i + 1) % policy.head.weight.shape[0] for i in range(7)]
+    return ids, policy.hidden(torch.as_tensor([ids], device=policy.device))[0]
+
+
+def _obeys(
+    policy: Policy,
+    kind: CacheKind,
+    ids: list[int],
+    want: Float[Tensor, "T d"],
+    lengths: list[int],
+    decoder: Decoder | None = None,
+) -> bool:
     """Whether prompts cut at ``lengths``, stepped twice in another order, give the whole sequence's hidden states."""
     order = torch.tensor([1, 0, 1], device=policy.device)
     try:
-        rows = start(policy, kind, [ids[:n] for n in lengths], order, 2)
+        rows = start(policy, kind, [ids[:n] for n in lengths], order, 2, probing=True)
+        if isinstance(rows, Cached):
+            rows.decoder = decoder
         for step in range(2):
             rows.step(torch.as_tensor([ids[lengths[o] + step] for o in order.tolist()], device=policy.device))
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):

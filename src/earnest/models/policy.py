@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from earnest.models.cache import CacheKind
+    from earnest.models.decoding import Decoder
 
 __all__ = ["SHARDED", "HeadSpec", "Policy"]
 
@@ -150,6 +151,13 @@ class Policy(Speech):
         windowed = bool(getattr(config, "sliding_window", None))
         types = getattr(config, "layer_types", None) or (["sliding_attention"] if windowed else ["full_attention"])
         return self.cache_kind == "buffered" and set(types) == {"full_attention"} and self.accepts("position_ids")
+
+    @cached_property
+    def decoder(self) -> Decoder | None:
+        """A step of the body without the calls between its modules, where it gives the body's hidden states."""
+        from earnest.models.cache import find_fast
+
+        return find_fast(self)
 
     @property
     def precision(self) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import groupby
 from typing import ClassVar
@@ -170,7 +169,7 @@ class SlotSampler:
         self._from_prefixes = self.kind == "buffered" and policy.can_resume
         self._resume = resume and self._from_prefixes
         self._prefixes: dict[tuple[int, int], Prefix] = {}
-        self._packed: PackedWeights | None = None
+        self._packed = PackedWeights(policy, copies=False)
 
     def __len__(self) -> int:
         """Rows that wait or are being decoded."""
@@ -186,10 +185,9 @@ class SlotSampler:
 
     def step(self) -> Finished:
         """Decode one more token of every row; returns the rows that end with it."""
-        if self._packed is None and len(self) > 1 and self.spec.max_new_tokens >= PACKED_FROM:
-            self._packed = PackedWeights(self.policy)
+        self._packed.copies |= len(self) > 1 and self.spec.max_new_tokens >= PACKED_FROM
         finished: Finished = []
-        with self._packed or nullcontext():
+        with self._packed:
             self._admit()
             for group in list(self._groups):
                 finished += self._advance(group)

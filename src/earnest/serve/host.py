@@ -111,7 +111,7 @@ class Host:
 
                 torch.set_num_threads(self.settings.threads)
             policy = load(self.settings.model, device=self.settings.device, dtype=self.settings.dtype)
-            _ = policy.cache_kind, policy.fingerprint()
+            _ = policy.cache_kind, policy.decoder, policy.fingerprint()
             from earnest.serve.decode import Decoder
 
             decoder = Decoder(self, self.settings.max_rows, self.settings.max_waiting)
