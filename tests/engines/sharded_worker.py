@@ -24,6 +24,7 @@ import earnest as en
 from earnest.adapters import split
 from earnest.adapters.cases import SUBJECTS
 from earnest.adapters.errors import AdapterError
+from earnest.adapters.files import load_adapter
 from earnest.adapters.linalg import gathered
 from earnest.adapters.variant import VARIANTS
 from earnest.engines import (
@@ -38,17 +39,21 @@ from earnest.engines import (
     sharding,
 )
 from earnest.engines import mesh as meshes
+from earnest.engines.base import Rollout
 from earnest.engines.mesh import Mesh
 from earnest.engines.muon import Muon
 from earnest.engines.sharding import held_bytes
 from earnest.engines.trained import Trained
 from earnest.errors import ConfigError, EarnestError, ObjectiveError, SignalError
 from earnest.guards import Directions, Erase, PerturbRoute, Route
+from earnest.models import Policy
 from earnest.models.sampling import SampleSpec
 from earnest.objectives import GRPO, SpectralCap
 from earnest.objectives.base import Objective
 from earnest.objectives.needs import SpectralNorm
 from earnest.signals import Batch, EMATeacher
+from earnest.sync.base import Weights, logprobs, rows_batch
+from earnest.sync.pool import SamplerPool
 from tests.engines.cases import every_signal
 from tests.engines.conftest import perturb, tiny_policy
 from tests.engines.test_local import RootMeanSquare
@@ -486,6 +491,55 @@ def every_adapter_with_a_guard() -> None:
 
 
 SLOW["every_adapter_with_a_guard"] = every_adapter_with_a_guard
+
+
+class FilesOnly:
+    """A sampler elsewhere that has only the files of a push."""
+
+    place, plain = "elsewhere", True
+
+    def push(self, weights: Weights) -> None:
+        policy = tiny_policy(torch.float32)
+        with tempfile.TemporaryDirectory() as folder:
+            for name, content in weights.files(plain=True).items():
+                (Path(folder) / name).write_bytes(content)
+            if weights.whole:
+                model = type(policy.model).from_pretrained(folder, dtype=torch.float32)
+                policy = Policy.of(model, policy.tokenizer)
+            self.engine = LocalEngine(
+                policy, en.attach(policy, en.LoRA(rank=1)) if weights.whole else load_adapter(policy, folder)
+            )
+        self.engine.version = weights.version
+
+    def score(self, rows: Any) -> list[float]:
+        return logprobs(self.engine, rows_batch(rows, 0)).tolist()
+
+    def sample(self, prompts: Any, n: int, spec: SampleSpec) -> list[Rollout]:
+        return self.engine.sample(prompts, n, spec)
+
+    def restart(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@check
+def weights_in_shards_reach_a_sampler_elsewhere() -> None:
+    """The first rank pushes, probes and samples; every rank gets the rollouts, and the same error."""
+    given: list[dict[str, Any]] = [{}, FULL, {"modules_to_save": ["embed_tokens"]}]
+    for how in given:
+        ours, member = engine(MESH, dtype=torch.float32, **how), FilesOnly()
+        pool = SamplerPool(ours, [[3, 4, 5, 6]], [member] if MESH.rank == 0 else [])
+        for version in range(2):
+            found = pool.sample([[3, 4, 5], [6, 7]], 2, SampleSpec(max_new_tokens=4, temperature=0.7))
+            assert [r.policy_version for r in found] == [version] * 4 and MESH.from_first(found) == found
+            metrics = MESH.from_first(pool.metrics)
+            assert metrics["sampler/probe"] < 1e-5 and (version == 0 or metrics["sampler/moved"] > 1e-4), metrics
+            ours.step(every_signal(ours), GRPO())
+        if MESH.rank == 0:
+            member.push = lambda weights: None  # type: ignore[method-assign]
+        with pytest.raises(EarnestError, match="elsewhere still runs old weights"):
+            pool.sample([[3, 4, 5]], 1, SampleSpec(max_new_tokens=2))
+
 
 # --- layers that ranks share (engine.tensor) --------------------------------------------------------------------------
 

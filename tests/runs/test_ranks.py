@@ -133,6 +133,24 @@ def test_a_run_of_two_ranks_continues_on_one_and_then_on_four(tmp_path: Path) ->
     assert sorted(path.name for path in (out / "ranks").glob("*.log")) == [f"rank-{n}.log" for n in (1, 2, 3)]
 
 
+@pytest.mark.slow
+def test_two_ranks_sample_on_a_server_as_one_process_does(tmp_path: Path) -> None:
+    """Rank 0 starts the server and pushes the weights of every step; both ranks train on its completions."""
+    words = ["quickstart", "steps=3", *(w for w in SMALL if not w.startswith("steps")), "sampler.port=0"]
+    for name, count in (("two", 2), ("one", 1)):
+        many = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"] if count > 1 else []
+        command = [sys.executable, *many, "-m", "earnest", "run", *words, f"engine.shard={count}"]
+        done = subprocess.run(
+            [*command, f"out={tmp_path / name}"], env=settings(tmp_path), capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    ours, theirs = (_last(lines(tmp_path / name)) for name in ("two", "one"))
+    assert len(ours) == 3
+    for step, (a, b) in enumerate(zip(ours, theirs, strict=True)):
+        assert a["reward"] == b["reward"] and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-3)
+        assert a["metrics"]["sampler/probe"] < 1e-4 and a["metrics"]["sampler/version"] == step
+
+
 def _last(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The steps; a resumed run also has the evaluation at the end of the first part."""
     return [line for line in found if line["kind"] == "step"]
@@ -141,7 +159,8 @@ def _last(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("override", "key"),
     [
-        ("sampler=http://127.0.0.1:1", "sampler"),
+        ("sampler={url: 'http://127.0.0.1:1', staleness: 1}", "sampler.staleness"),
+        ("sampler=file:///bucket", "sampler.url"),
         ("sampling.workers=1", "sampling.workers"),
     ],
 )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import gathered, is_sharded
+from earnest.adapters.merging import merged_parameters
 from earnest.adapters.runtime import slots_of
 from earnest.models.quiet import quiet
 
@@ -68,11 +69,19 @@ def _write_gathered(model: Any, folder: Path) -> None:
         path, _, name = key.rpartition(".")
         module = model.get_submodule(path)
         known = names.setdefault(id(module._parameters.get(name, name)), key)
-        value = gathered(getattr(module, name).detach()) if known == key else None
+        value = gathered(_with_adapters(module, name)) if known == key else None
         if first:
             state[key] = state[known] if value is None else value.cpu()
     if first:
         model.save_pretrained(folder, state_dict=state)
+
+
+def _with_adapters(module: nn.Module, name: str) -> Tensor:
+    """A tensor of the module with all its active adapters."""
+    active = [slot for slot in slots_of(module) if slot.gate.scale != 0.0]
+    if all(slot.replaces for slot in active):
+        return cast(Tensor, getattr(module, name)).detach()  # a property gives the replaced value
+    return merged_parameters(active[0].layer)[name]
 
 
 @contextmanager

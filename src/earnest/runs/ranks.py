@@ -22,11 +22,14 @@ from earnest.errors import ConfigError
 
 def check(config: RunConfig) -> None:
     """Raise if a setting is not supported with several ranks."""
-    engine, guard = config.engine, config.guard
+    engine, guard, sampler = config.engine, config.guard, config.sampler
+    processes = sampler is not None and sampler.port is None and not str(sampler.url).startswith("http")
     parts, copies = config.replicated and engine.shard > 1, "replicas that share differences of whole tensors"
     for key, used, what, way in (
         ("engine.kind", engine.kind != "local", "several ranks", "shard"),
-        ("sampler", config.sampler is not None, "several ranks", "shard"),
+        ("sampler.staleness", sampler is not None and sampler.staleness > 0, "several ranks", "shard"),
+        ("sampler.url", processes, "several ranks unless it is a server's", "shard"),
+        ("sampler", engine.tensor > 1 and sampler is not None, "split layers", "tensor"),
         ("sampling.workers", config.sampling.workers > 0, "several ranks", "shard"),
         ("adapter.kind", parts and config.adapter.kind == "full", copies, "shard"),
         ("adapter.modules_to_save", parts and bool(config.adapter.modules_to_save), copies, "shard"),

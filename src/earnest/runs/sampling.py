@@ -48,11 +48,13 @@ def sampling_engine(config: str) -> LocalEngine:
 def samplers_of(
     config: RunConfig, task: Task | Environment, engine: LocalEngine, say: Callable[[str], None]
 ) -> SamplerPool | None:
-    """The samplers of this run, which follow ``engine``; None: the engine samples."""
+    """The samplers of this run, which follow ``engine``; None: the engine samples. Rank 0 has those of all ranks."""
     policy, wanted = engine.policy, config.sampler or SamplerConfig()
     if wanted.url is None and wanted.port is None and not wanted.staleness and not config.sampling.workers:
         return None
     rows = [list(policy.render(p.messages)) for p in task.prompts("heldout", PROBES, 0)]
+    if engine.mesh.rank:
+        return SamplerPool(engine, rows, [])
     if config.sampling.workers:
         from earnest.sync import ray
 

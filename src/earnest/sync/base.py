@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from earnest.adapters import Adapter
+from earnest.adapters.linalg import gathered
 from earnest.adapters.whole import write_merged
 from earnest.engines.base import LogProbsWanted, Rollout, Who
 from earnest.engines.local import LocalEngine
@@ -47,9 +48,10 @@ class Weights:
 
     @classmethod
     def of(cls, engine: LocalEngine) -> Weights:
-        """The engine's weights as they are now, copied to the CPU."""
+        """The engine's weights as they are now, copied to the CPU. With several ranks each of them calls this."""
         state = {name: tensor.detach().cpu() for name, tensor in engine.adapter.state_dict().items()}
-        return cls(engine.version, digest(engine.version, state), state, engine.policy, engine.adapter)
+        whole = {name: gathered(tensor) for name, tensor in state.items()}
+        return cls(engine.version, digest(engine.version, whole), state, engine.policy, engine.adapter)
 
     @property
     def whole(self) -> bool:
@@ -61,7 +63,7 @@ class Weights:
         modules are trained whole, the plain files are those of the whole model.
 
         They are written once, from the live adapter: a trainer that samples and trains at the same time calls this
-        before its next update.
+        before its next update. With several ranks each of them calls this, and rank 0's files are whole.
         """
         if self.whole and not plain:
             raise ConfigError(

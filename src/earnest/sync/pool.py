@@ -37,7 +37,8 @@ class SamplerPool:
 
     ``rows`` are the probe's tokens. ``metrics``: the mean and the largest difference on the last probe, how far the
     weights had moved on it, the difference on sampled tokens (all in nats per token), the version, and restarts. With
-    ``staleness`` above 0, ``ahead`` lets them work while the engine trains.
+    ``staleness`` above 0, ``ahead`` lets them work while the engine trains. With several ranks only rank 0 has members:
+    it pushes and samples, and every rank gets its answers and checks them.
     """
 
     def __init__(
@@ -64,8 +65,39 @@ class SamplerPool:
             return self._sample(prompts, n, spec)
 
     def _sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
+        mesh, target = self.engine.mesh, self.target()
+        if mesh.size == 1:
+            flat, fresh = self._ask(target, prompts, n, spec)
+        else:
+            flat, fresh = self._first_asks(target, prompts, n, spec)
+        self.accept(flat, fresh, spec, self.engine.version)
+        return flat
+
+    def _first_asks(
+        self, target: Target, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec
+    ) -> tuple[list[Rollout], list[Rollout]]:
+        """The answers to rank 0. All ranks write the files of the weights: where these are in shards, each has a
+        part."""
+        mesh = self.engine.mesh
+        for kind in mesh.from_first(sorted({bool(k) for k in (x.sampler.plain for x in self.links) if k is not None})):
+            target.weights.files(kind)
+        found: tuple[list[Rollout], list[Rollout]] = ([], [])
+        problem: str | None = None
+        if mesh.rank == 0:
+            try:
+                found = self._ask(target, prompts, n, spec)
+            except SamplingError as error:
+                problem = str(error)
+        found, problem = mesh.from_first((found, problem))
+        if problem is not None:
+            raise SamplingError(problem)
+        return found
+
+    def _ask(
+        self, target: Target, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec
+    ) -> tuple[list[Rollout], list[Rollout]]:
+        """What the samplers answer, and of it what is the first with their weights."""
         shares = share([tuple(p) for p in prompts], len(self.links))
-        target = self.target()
         found: dict[int, list[Rollout]] = {}
         fresh: list[Rollout] = []
 
@@ -95,9 +127,7 @@ class SamplerPool:
         missing = [i for i in range(len(prompts)) if i not in found]
         if missing:
             raise SamplingError(f"samplers died {TRIES} times on {len(missing)} prompts; see their logs.")
-        flat = [r for i in range(len(prompts)) for r in found[i]]
-        self.accept(flat, fresh, spec, self.engine.version)
-        return flat
+        return [r for i in range(len(prompts)) for r in found[i]], fresh
 
     def accept(
         self,
@@ -120,9 +150,9 @@ class SamplerPool:
             for one in sorted({part.policy_version for part in parts}):
                 self._check_behaviour([part for part in parts if part.policy_version == one], self._recent[one])
         self.metrics |= {
-            "sampler/probe": max(link.off for link in self.links),
-            "sampler/probe_max": max(link.worst for link in self.links),
-            "sampler/moved": max(link.moved for link in self.links),
+            "sampler/probe": max((link.off for link in self.links), default=0.0),
+            "sampler/probe_max": max((link.worst for link in self.links), default=0.0),
+            "sampler/moved": max((link.moved for link in self.links), default=0.0),
             "sampler/version": float(version),
         }
 
@@ -167,10 +197,11 @@ class SamplerPool:
             own, allowed = logprobs(self.engine, batch, "live", temperature), tolerance(policy.dtype)
             off = apart(theirs, own)
             if not off <= allowed:
+                place = self.links[0].sampler.place if self.links else "the sampler"
                 raise SamplingError(
-                    f"{self.links[0].sampler.place} reports log-probs of what it sampled that are {off:.3g} nats per "
-                    f"token off those of version {weights.version} at temperature {temperature:g} (allowed: "
-                    f"{allowed:g}). {reason(theirs, own, self._others(batch, weights, temperature), allowed)}"
+                    f"{place} reports log-probs of what it sampled that are {off:.3g} nats per token off those of "
+                    f"version {weights.version} at temperature {temperature:g} (allowed: {allowed:g}). "
+                    f"{reason(theirs, own, self._others(batch, weights, temperature), allowed)}"
                 )
         self.metrics |= {"sampler/behaviour": off}
 
