@@ -66,6 +66,14 @@ def test_a_quantised_base_is_sampled_unmerged(make: Callable[[], nn.Module], mer
     assert not torch.allclose(behaviour, base, atol=0.1)
 
 
+def test_a_16_bit_base_is_sampled_unmerged(merges: list[Adapter]) -> None:
+    """A merged weight would be rounded to 16 bits, and the samples would be those of another policy."""
+    engine = engine_on(tiny_llama().to(torch.bfloat16))
+    assert engine.adapter.mergeable and engine.adapter.merging_pays(40)
+    engine.sample(PROMPTS, 40, SPEC)
+    assert not merges
+
+
 def test_a_dense_base_is_merged_when_that_is_faster(merges: list[Adapter]) -> None:
     """q_proj 32 × 32 and v_proj 16 × 32, twice: Σ m·n = 3072, Σ (m + n) = 224, so from 13.7 tokens on."""
     engine = engine_on(tiny_llama())

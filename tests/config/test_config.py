@@ -116,6 +116,14 @@ def test_overrides_reach_every_depth_and_the_last_one_wins() -> None:
     assert changed_keys(load("quickstart")[1], config)[:1] == ["adapter.targets"]
 
 
+def test_the_adapters_rate_is_adamws_only() -> None:
+    import earnest as en
+
+    rate = load("quickstart", ["optimizer={kind: adamw}"])[1].optimizer.build().lr
+    assert rate == load("quickstart")[1].adapter.build().lr != en.SGD().lr
+    assert load("quickstart", ["optimizer={kind: sgd}"])[1].optimizer.build().lr == en.SGD().lr
+
+
 def test_the_yaml_and_the_python_are_the_same_words() -> None:
     import earnest as en
 

@@ -104,6 +104,14 @@ def test_the_seam_by_hand_equals_step(make_engine: Make, batch: Batch) -> None:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
+def test_tokens_are_those_that_were_trained_on_without_padding(make_engine: Make, batch: Batch) -> None:
+    """They are a replica's weight in the average."""
+    engine = make_engine(micro_tokens=16)
+    for steps in (1, 2):
+        engine.step(batch, GRPO())
+        assert engine.tokens == steps * batch.active.shape[0] < batch.inputs.numel() * steps
+
+
 def test_two_backward_calls_add_up(make_engine: Make, batch: Batch) -> None:
     """A batch sent as two requests trains on both, not on the last one."""
     engine = make_engine()

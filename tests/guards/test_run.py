@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from earnest.config.loading import from_mapping
 from earnest.config.schema import GuardConfig
 from earnest.errors import ConfigError
 from earnest.guards import Directions
+from earnest.runs import evaluate as evaluation
 from earnest.runs import start
 from earnest.runs.setup import build
 
@@ -26,7 +28,7 @@ def config(data: dict[str, object], **changes: object) -> RunConfig:
 
 
 @pytest.mark.filterwarnings("ignore::earnest.guards.errors.GuardWarning")
-def test_a_guarded_run(data: dict[str, object], tmp_path: Path) -> None:
+def test_a_guarded_run(data: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     routed = start("test", config(data, out=str(tmp_path / "route")), QUIET)
     free = start("test", config(data, guard=None, out=str(tmp_path / "none")), QUIET)
 
@@ -43,7 +45,17 @@ def test_a_guarded_run(data: dict[str, object], tmp_path: Path) -> None:
     saved = build(config(data), lambda _: None)
     saved.engine.load(routed.folder / "checkpoints/step-000004/engine")
     with saved.deployed():
-        main = saved.adapter.state_dict()
+        main = {name: tensor.clone() for name, tensor in saved.adapter.state_dict().items()}
+    measured: list[dict[str, torch.Tensor]] = []
+    real = evaluation.attempt
+
+    def attempt(setup: Any, *words: Any) -> Any:
+        measured.append({name: tensor.clone() for name, tensor in setup.adapter.state_dict().items()})
+        return real(setup, *words)
+
+    monkeypatch.setattr(evaluation, "attempt", attempt)
+    evaluation.evaluate(saved, 4)
+    assert all(torch.equal(measured[0][n], main[n]) for n in main), "held-out rewards are those without the quarantine"
     from earnest.adapters import load_adapter
     from earnest.models import load
 

@@ -264,6 +264,23 @@ def test_feedback_that_cannot_be_learned_from_has_a_reason(live: Live, adapter) 
     found = [live.learned(f) for f in data]
     assert [f["status"] for f in found] == ["applied", "failed", "applied", "applied"]
     assert "512" in found[1]["note"] and found[1]["version"] is None
+    # Feedback that comes later is learned from together again.
+    items = [{"completion_id": live.chat(name)["id"], "text": text} for text in ("Too cold.", "Too loud.")]
+    data = live.http.post("/v1/feedback", json={"feedback": items}).json()["data"]
+    first, second = (live.learned(f) for f in data)
+    assert first["version"] == second["version"] is not None
+
+
+def test_each_gate_compares_with_the_base_on_its_own_probes(live: Live, adapter) -> None:
+    """A version that answers as the base does passes, however much the base repeats itself."""
+    for number, prompt in enumerate(("Hi!", "Describe the sea.")):
+        probes = {"prompts": [prompt], "samples": 6, "max_new_tokens": 8, "self_similarity": 1e-6}
+        name = adapter(f"probes-{number}", updates=1, optimizer={"kind": "adamw", "lr": 1e-7}, gate=probes)
+        given = live.learned(live.teach(live.chat(name), text="Too cold."))
+        numbers = live.get(f"/v1/adapters/{name}/versions/1")["metrics"]["gate"]
+        assert numbers["entropy_ratio"] == pytest.approx(1, abs=1e-3)
+        assert numbers["self_similarity"] == numbers["self_similarity_base"] > 0
+        assert given["status"] == "applied"
 
 
 def test_a_full_disk_loses_nothing(live: Live, adapter, monkeypatch) -> None:

@@ -91,6 +91,13 @@ def test_rewards_that_differ_by_rounding_only_are_the_same() -> None:
     assert made.zero_variance == 1 and not made.values.any()
 
 
+@pytest.mark.parametrize(("rewards", "flat"), [([1e-8, 3e-8], 0), ([1e9, 1e9 + 1], 1)])
+def test_rewards_are_the_same_relative_to_their_size(rewards: list[float], flat: int) -> None:
+    """Tiny rewards may differ by as much as large ones; large ones are not different because of their last digits."""
+    made = advantages(torch.tensor(rewards, dtype=torch.float64), torch.tensor([0, 0]))
+    assert made.zero_variance == flat and bool(made.values.any()) is not bool(flat)
+
+
 @pytest.mark.parametrize(
     ("rewards", "group", "estimator", "words"),
     [

@@ -31,8 +31,12 @@ COMPLETIONS = [[8, 9, 10], [11], [12, 13]]
 TOLD = [[3, 4, 20, 21, 22], None, [5, 6, 7, 23]]
 
 
-def engine_with(variant: object = None, **more: object) -> LocalEngine:
+def engine_with(variant: object = None, *, biases: bool = False, **more: object) -> LocalEngine:
     policy = tiny_policy()
+    for name, layer in policy.model.named_modules():
+        if biases and name.endswith(("q_proj", "v_proj")):
+            bias = torch.linspace(-1, 1, layer.out_features, dtype=torch.float64)
+            layer.bias = torch.nn.Parameter(bias, requires_grad=False)
     adapter = en.attach(policy, variant or en.LoRA(rank=3), targets=("q_proj", "v_proj"), seed=0)  # type: ignore[arg-type]
     perturb(adapter)
     return LocalEngine(policy, adapter, AdamW(lr=1e-2), **more)  # type: ignore[arg-type]
@@ -205,7 +209,7 @@ def test_a_delta_below_the_rounding_of_the_weights_is_averaged() -> None:
 def test_an_average_at_rate_1_is_the_live_policy() -> None:
     """The hooks compute what the adapter computes: at r = 1 the teacher is the live policy, biases included."""
     for variant in (en.LoRA(rank=3), en.DoRA(rank=2), en.IA3(), en.HRA(rank=2)):
-        engine = engine_with(variant)
+        engine = engine_with(variant, biases=True)
         teacher = EMATeacher(engine.adapter, rate=1.0)
         engine.outer = teacher
         engine.step(rollouts(), GRPO())
