@@ -67,8 +67,12 @@ def test_peft_reads_what_we_write(label: str, model: str, tmp_path: Path) -> Non
 def test_no_file_is_written_that_peft_refuses(label: str, tmp_path: Path) -> None:
     """PEFT has no form of these for Conv1D: only earnest's files are written, with the reason."""
     mine, adapter = ours(label, tiny_gpt2)
+    _, earlier = ours("lora", tiny_gpt2)
+    earlier.save(tmp_path)
+    assert (tmp_path / "adapter_config.json").exists()
     adapter.save(tmp_path)
-    assert not (tmp_path / "adapter_config.json").exists()
+    left = {path.name for path in tmp_path.glob("adapter_*")}
+    assert not left, "nor does PEFT find the files of an earlier save"
     assert "for Conv1D layers (GPT-2)" in (tmp_path / "earnest_adapter.json").read_text()
     again = tiny_gpt2().eval()
     load_adapter(again, tmp_path)

@@ -49,3 +49,19 @@ def test_the_simulation_waits_by_the_rules_of_the_protocol() -> None:
     assert pauses[0] == 0.1 and pauses[-1] == 2.0 and pauses == sorted(pauses)
     assert looks + 1 == rules.looks(30.0) == 48  # and one look that finds it
     assert abs(rules.looks(30.0) - rules.looks(29.0)) <= 1
+
+
+def test_a_round_waits_for_a_replica_that_announced_itself() -> None:
+    """It is new, so the members of the last round do not include it."""
+    now = [0.0]
+    ledger = Ledger(Bucket.open("memory:///"))
+    ledger.put_state(0, b"", "s")
+    ledger.announce(0, 1)
+    payload = Wire("fp32").encode(torch.ones(3), torch.zeros(3))
+    mine = Contribution(0, 0, "s", payload, 1, 3, {})
+    for pause in finish_round(ledger, Rules(1, 1, grace=60.0), mine, lambda mean: "end", lambda: now[0]):
+        now[0] += pause
+        if now[0] >= 5 and (1, 0) not in ledger.present(0)[0]:
+            ledger.put_delta(0, 1, 0, payload, {"round": 0, "start": "s", "tokens": 1})
+    commit = ledger.commit(0)
+    assert commit is not None and commit.members == (0, 1) and now[0] < 60
