@@ -92,7 +92,9 @@ def _run_shell(page: Page, block: Block, folder: Path) -> None:
     if block.language == "console" or all(_is_plain_earnest(c.text) for c in planned):
         for command in planned:
             code, output = (
-                _run_earnest(command, folder) if _is_plain_earnest(command.text) else _run_bash(command.text, folder)
+                run_earnest(shlex.split(command.text), folder)
+                if _is_plain_earnest(command.text)
+                else _run_bash(command.text, folder)
             )
             if code != expected:
                 raise BlockFailed(page, command.line, f"`{command.text}` ended with {code}, not {expected}", output)
@@ -115,9 +117,13 @@ def _is_plain_earnest(text: str) -> bool:
     return text.split()[0] == "earnest" and not any(char in text for char in "|&;<>$`*?\n")
 
 
-def _run_earnest(command: Command, folder: Path) -> tuple[int, str]:
-    with tempfile.NamedTemporaryFile("r", errors="replace") as out:
-        child = FORKS.Process(target=_earnest_in_child, args=(shlex.split(command.text), str(folder), out.name))
+def run_earnest(argv: list[str], folder: Path, given: str = "") -> tuple[int, str]:
+    """(exit code, output) of an `earnest` command in a fork of a process that has imported torch. It runs in the folder
+    and reads ``given`` as its standard input."""
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as out, tempfile.NamedTemporaryFile("w+") as source:
+        source.write(given)
+        source.flush()
+        child = FORKS.Process(target=_earnest_in_child, args=(argv, str(folder), out.name, source.name))
         child.start()
         child.join(LIMIT_SECONDS)
         if child.is_alive():
@@ -126,7 +132,8 @@ def _run_earnest(command: Command, folder: Path) -> tuple[int, str]:
         return child.exitcode if child.exitcode is not None else -1, out.read()
 
 
-def _earnest_in_child(argv: list[str], folder: str, out: str) -> None:
+def _earnest_in_child(argv: list[str], folder: str, out: str, source: str) -> None:
+    os.dup2(os.open(source, os.O_RDONLY), 0)
     file = os.open(out, os.O_WRONLY | os.O_APPEND)
     os.dup2(file, 1)
     os.dup2(file, 2)
