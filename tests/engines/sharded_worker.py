@@ -317,6 +317,31 @@ def muon_orthogonalizes_whole_matrices() -> None:
 
 
 @check
+def an_offloaded_base_trains_as_in_one_process() -> None:
+    """On a CPU nothing is copied; the policy reaches every part of the model, and torch's code for it runs."""
+    from torch.distributed import fsdp
+
+    given: list[Any] = []
+    plain = fsdp.fully_shard
+
+    def noted(module: Any, **settings: Any) -> Any:
+        given.append(settings["offload_policy"])
+        return plain(module, **settings)
+
+    for variant, optimizer in ((en.LoRA(rank=3), AdamW), (en.Full(), AdamW), (en.Full(), Muon)):
+        given.clear()
+        with mock.patch.object(fsdp, "fully_shard", noted):
+            sharded, alone, batch = pair(variant, size=0.02, optimizer=optimizer, lr=1e-3, offload=True)
+        blocks = sharding.blocks_of(sharded.policy.body)
+        assert len(given) == len(blocks) + 1 and {type(p) for p in given} == {fsdp.CPUOffloadPolicy}, given
+        assert not any(p.pin_memory for p in given)  # there is no GPU that reads it
+        equal(sharded.gradients(batch, GRPO()), alone.gradients(batch, GRPO()), 2e-5, "gradient")
+        steps_alike(sharded, alone, batch)
+        both_ways(sharded, alone, batch)
+        assert not (found := failing(sharded, batch, quick=True)), found
+
+
+@check
 def spectral_norms_of_sharded_matrices_have_their_gradient() -> None:
     for variant in (en.Full(), en.DoRA(rank=2)):  # DoRA computes with the base's weight, which is sharded
         sharded, alone, batch = pair(variant, size=0.02)
@@ -439,6 +464,10 @@ def prove_finds_planted_mistakes() -> None:
         sharded, _, batch = pair()
         with same, change:
             assert law in (found := failing(sharded, batch, quick=True)), (law, found)
+    sharded, _, batch = pair()
+    sharded.trained.sharded = [True] * len(sharded.parameters)  # taken for sharded: nobody sums their gradients
+    with same:
+        assert "SH the gradient of the ranks" in (found := failing(sharded, batch, quick=True)), found
     sharded, _, batch = pair()
     sharded.optimizer.param_groups[0]["params"] = sharded.optimizer.param_groups[0]["params"][1:]
     assert any("GL" in f for f in failing(sharded, batch)), "a parameter that the optimizer does not own"

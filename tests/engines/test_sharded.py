@@ -12,12 +12,10 @@ from pathlib import Path
 import pytest
 import torch
 
-import earnest as en
 from earnest.engines import AdamW
 from earnest.engines.mesh import Mesh
 from earnest.engines.muon import Muon
 from earnest.engines.optimizers import AdamW8bit
-from earnest.engines.sharding import shard
 from earnest.engines.tensor import plan_of
 from earnest.engines.trained import refuse_whole_readers
 from earnest.errors import ConfigError
@@ -34,6 +32,7 @@ SOME = (
     "a_sharded_checkpoint_continues_on_another_number_of_ranks",
     "a_rank_without_rows_and_uneven_micro_batches",
     "a_rank_holds_its_share_of_the_base",
+    "an_offloaded_base_trains_as_in_one_process",
     "a_checkpoint_continues_on_another_number_of_ranks",
 )
 """The checks for four ranks in ``make test``; all of them run on two."""
@@ -138,13 +137,6 @@ def test_what_reads_whole_tensors_is_refused_with_sharded_parameters() -> None:
     with pytest.raises(ConfigError, match=r"guard: Own reads whole updates"):
         refuse_whole_readers(AdamW(), guard)
     refuse_whole_readers(Muon(), Erase(guard.directions))
-
-
-def test_offload_of_weights_that_are_on_the_cpu_is_refused() -> None:
-    policy = tiny_policy()
-    adapter = en.attach(policy, en.LoRA(rank=2), targets=("q_proj",))
-    with pytest.raises(ConfigError, match=r"engine\.offload: the weights are on the CPU already"):
-        shard(policy, adapter, Mesh(0, 2, 2), offload=True)
 
 
 def test_rows_are_dealt_by_tokens_and_every_row_once() -> None:

@@ -50,9 +50,12 @@ def test_the_gradient_is_the_cpus() -> None:
     assert apart(*found) < 1e-3
 
 
-def test_packed_rows_give_the_padded_gradient() -> None:
-    found = [engine("cuda", pack=pack).gradients(batch(), en.SFT()) for pack in (True, False)]
-    assert apart(*found) < 1e-3
+@pytest.mark.parametrize("attention", ["sdpa", "flex"])
+def test_packed_rows_give_the_padded_gradient(attention: Any) -> None:
+    packed, padded = engine("cuda", pack=True, packed_attention=attention), engine("cuda", pack=False)
+    assert apart(packed.gradients(batch(), en.SFT()), padded.gradients(batch(), en.SFT())) < 1e-3
+    name = "flex_attention" if attention == "flex" else "masked sdpa"
+    assert packed.step(batch(), en.SFT()).layout == f"packed ({name})"
 
 
 @pytest.mark.parametrize("settings", [{"checkpoint_activations": True}, {"compile": True}], ids=["again", "compiled"])

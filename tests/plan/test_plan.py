@@ -134,6 +134,19 @@ def test_shards_need_less_and_send_more() -> None:
     assert two.paper.operations == pytest.approx(one.paper.operations / 2, rel=0.1)
 
 
+@pytest.mark.parametrize("adapter", ["adapter={kind: lora}", "adapter={kind: full}"])
+def test_an_offloaded_base_is_not_on_the_device(adapter: str) -> None:
+    words = [adapter, "engine.shard=2", "sampling.workers=1"]
+    two, away = (
+        plan(config(*words, *more), Device("gpu", 80 * 10**9, 2), tokens=32).memory.moments
+        for more in ([], ["engine.offload=true"])
+    )
+    assert two["train"]["weights"] > 0 and "weights" not in away["train"]
+    assert away["train"]["gathered weights"] == two["train"]["gathered weights"]
+    trained = [sum(m["update"].get(p, 0) for p in ("adapter", "optimizer", "gradients")) for m in (two, away)]
+    assert trained[1] == (0 if "full" in adapter else trained[0])
+
+
 @pytest.mark.parametrize(("adapter", "trained"), [("lora", False), ("full", True)])
 def test_trained_weights_are_gathered_and_cost_a_pass(adapter: str, trained: bool) -> None:
     """Passes over the weights: forward, the gradient of the activations, that of trained weights, and forward again."""

@@ -20,6 +20,7 @@ from earnest.config.recipes import read
 from earnest.engines.mesh import Mesh
 from earnest.errors import ConfigError, EarnestError
 from earnest.runs import ranks
+from earnest.runs.setup import build
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["steps=8", "eval.prompts=4", "eval.every=0", "sampling.prompts_per_step=4", "checkpoint.every=2"]
@@ -168,6 +169,14 @@ def test_what_several_ranks_do_not_support_is_refused(override: str, key: str) -
     config = from_mapping(read("quickstart")[1], ["engine.shard=2", override])
     with pytest.raises(ConfigError, match=f"^{key}: is not supported with several ranks"):
         ranks.join(config)
+
+
+def test_offload_of_weights_that_are_on_the_cpu_is_refused() -> None:
+    config = from_mapping(read("quickstart")[1], ["engine.shard=2", "engine.offload=true", "device=cpu"])
+    with pytest.raises(ConfigError, match=r"^engine\.offload: the weights are on the CPU already; leave it out"):
+        build(config, lambda _: None, Mesh(0, 2, 2))
+    with pytest.raises(ConfigError, match=r"engine\.offload: moves the shards of a base; set engine\.shard to 2"):
+        from_mapping(read("quickstart")[1], ["engine.offload=true"])
 
 
 @pytest.mark.parametrize(

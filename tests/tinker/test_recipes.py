@@ -123,6 +123,7 @@ KEYS: dict[str, list[tuple[Any, ...]]] = {
     "turns.hint": [("Try again: {hint}",), ("Try again.", "no place for the feedback")],
     "turns.teach": [("onward",)],
     "engine.pack": [(False, "engine.pack: with engine.kind tinker"), (None,)],
+    "engine.packed_attention": [("sdpa", "engine.packed_attention: with engine.kind tinker"), (None,)],
     "engine.shard": [(2, "engine.shard: with engine.kind tinker"), (1,)],
     "engine.replicate": [(2, "engine.replicate: with engine.kind tinker"), (1,)],
     "engine.tensor": [(2, "engine.tensor: with engine.kind tinker"), (1,)],

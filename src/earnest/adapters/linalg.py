@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -77,6 +77,10 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def gathered(tensor: Tensor) -> Tensor:
-    """The whole tensor; if it is in shards, every rank calls this at the same time."""
-    whole: Callable[[], Tensor] | None = getattr(tensor, "full_tensor", None)
-    return tensor if whole is None else whole()
+    """The whole tensor; if it is in shards, every rank calls this at the same time. Shards that are kept in CPU memory
+    give a tensor on the mesh's device."""
+    if not is_sharded(tensor):
+        return tensor
+    shards: Any = tensor
+    found: Tensor = shards.full_tensor().to(shards.device_mesh.device_type)
+    return found

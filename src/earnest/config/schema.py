@@ -188,6 +188,11 @@ class EngineConfig(Strict):
         description="pack rows without padding and compute common beginnings (prompts) once; none: where that is exact "
         "and cheaper",
     )
+    packed_attention: Literal["sdpa", "flex"] | None = Field(
+        None,
+        description="attention of packed rows: sdpa (with a mask) or flex; none: flex on GPUs where it passes a test, "
+        "sdpa elsewhere",
+    )
     shard: Whole = Field(
         1,
         description="ranks that hold one base, each 1/N of its weights; torchrun starts shard × replicate × tensor of "
@@ -213,7 +218,16 @@ class EngineConfig(Strict):
             raise ConfigError(f"engine.compile: compiled layers are not tested with shards; set engine.{key}=1")
         if self.offload and self.shard == 1:
             raise ConfigError("engine.offload: moves the shards of a base; set engine.shard to 2 or more")
-        for key in ("pack", "shard", "replicate", "tensor", "offload", "checkpoint_activations", "compile"):
+        for key in (
+            "pack",
+            "packed_attention",
+            "shard",
+            "replicate",
+            "tensor",
+            "offload",
+            "checkpoint_activations",
+            "compile",
+        ):
             if self.kind == "tinker" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ConfigError(f"engine.{key}: with engine.kind tinker the service lays out its work; leave it out")
         if self.base_url is not None and self.kind == "local":

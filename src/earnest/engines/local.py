@@ -29,6 +29,7 @@ from earnest.engines.estimator import fields as sampled_fields
 from earnest.engines.mesh import Mesh
 from earnest.engines.muon import MuonAndAdamW
 from earnest.engines.optimizers import AdamW, Optimizer, set_rates, split_rates
+from earnest.engines.packing import Attention
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.sharding import free, shard, sum_over_ranks, whole
 from earnest.engines.spectral import spectral_norms
@@ -57,10 +58,11 @@ class LocalEngine:
     ``version`` counts updates; every rollout and every checkpoint has one. ``tokens`` counts the tokens trained on
     since the engine was made; replicas are weighted by it. ``micro_tokens`` limits the tokens of a micro-batch.
     ``pack``: True packs rows, False pads them; None packs them where it is exact and clearly cheaper, and not in 16
-    bits on a CPU, where other shapes of the same products round visibly. ``guard`` checks each update after the
-    optimizer, ``outer`` runs after the guard. ``estimator``: divergences over the vocabulary, or as an engine without
-    logits estimates them (``engines.estimator``). ``mesh``: the processes that train together; each calls every method
-    with the same arguments, and gets the same results. ``offload`` keeps a sharded base in CPU memory;
+    bits on a CPU, where other shapes of the same products round visibly. ``packed_attention``: "sdpa" or "flex"; None
+    takes flex-attention on GPUs if it passes a test on the model (``engines.packing``). ``guard`` checks each update
+    after the optimizer, ``outer`` runs after the guard. ``estimator``: divergences over the vocabulary, or as an engine
+    without logits estimates them (``engines.estimator``). ``mesh``: the processes that train together; each calls every
+    method with the same arguments, and gets the same results. ``offload`` keeps a sharded base in CPU memory;
     ``checkpoint_activations`` keeps only the inputs of each layer for the backward pass; ``compile`` compiles each
     layer for training (``engines.compiling``).
     """
@@ -77,6 +79,7 @@ class LocalEngine:
         micro_tokens: int = 8192,
         estimator: Literal["exact", "sampled"] = "exact",
         pack: bool | None = None,
+        packed_attention: Attention | None = None,
         mesh: Mesh | None = None,
         offload: bool = False,
         checkpoint_activations: bool = False,
@@ -119,7 +122,7 @@ class LocalEngine:
             if isinstance(guard, GuardOfParts) and self.trained.any_sharded:
                 guard.set_parts(dict(zip(self.names, self.parameters, strict=True)))
             guard.bind(adapter, self.optimizer)
-        self.layouts = micro.Layouts(policy, self.mesh, pack, self.team)
+        self.layouts = micro.Layouts(policy, self.mesh, pack, self.team, packed_attention)
         self.version = 0
         self.tokens = 0
         self.planned: float | None = None  # the next update's rate as a share of lr; None: by the version

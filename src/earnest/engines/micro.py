@@ -16,7 +16,7 @@ from torch import Tensor
 
 from earnest.adapters.split import Team
 from earnest.engines.mesh import Mesh, deal
-from earnest.engines.packing import WORTH, Packed, Packer, why_not
+from earnest.engines.packing import WORTH, Attention, Packed, Packer, packer_of
 from earnest.models.policy import Policy
 from earnest.objectives.metrics import merge
 from earnest.objectives.needs import Need
@@ -76,10 +76,17 @@ def shared(part: Micro, team: Team) -> Micro:
 
 class Layouts:
     """Cuts batches for one policy on one mesh. ``pack``: True packs rows, False pads them, None: as it is cheaper.
-    ``team``: the ranks that compute the hidden states of a micro-batch together."""
+    ``team``: the ranks that compute the hidden states of a micro-batch together. ``attention``: that of packed rows."""
 
-    def __init__(self, policy: Policy, mesh: Mesh, pack: bool | None, team: Team | None = None) -> None:
-        self.policy, self.mesh, self.pack, self.team = policy, mesh, pack, team
+    def __init__(
+        self,
+        policy: Policy,
+        mesh: Mesh,
+        pack: bool | None,
+        team: Team | None = None,
+        attention: Attention | None = None,
+    ) -> None:
+        self.policy, self.mesh, self.pack, self.team, self.attention = policy, mesh, pack, team, attention
 
     @cached_property
     def packing(self) -> Packer | str:
@@ -88,7 +95,7 @@ class Layouts:
             return "pack is false"
         if self.pack is None and self.policy.device.type == "cpu" and self.policy.dtype.itemsize == 2:
             return "16 bits on a CPU; pack=true packs them"
-        return why_not(self.policy) or Packer(self.policy)
+        return packer_of(self.policy, self.attention)
 
     def cut(self, batch: Batch, max_tokens: int, *, same_rows: bool = False) -> list[Micro]:
         """This rank's micro-batches, as many as every other rank's.
@@ -115,12 +122,13 @@ class Layouts:
         return parts
 
     def describe(self, parts: Sequence[Micro]) -> str:
-        """How these micro-batches are laid out: packed, or padded with the reason; and which way of the vocabulary pass
-        ran if ranks share the head or its rows."""
+        """How these micro-batches are laid out: packed with the attention that ran, or padded with the reason; and
+        which way of the vocabulary pass ran if ranks share the head or its rows."""
         why = f" ({self.packing})" if isinstance(self.packing, str) else ""
+        ran = "" if isinstance(self.packing, str) else f" ({self.packing.ran})"
         shared = f", base in {self.mesh.shard} shards, head gathered" if self.mesh.shard > 1 else ""
         split = "" if self.team is None else f", layers split over {self.team.count} ranks, head by rows"
-        return (f"padded{why}" if any(p.layout is None for p in parts) else "packed") + shared + split
+        return (f"padded{why}" if any(p.layout is None for p in parts) else f"packed{ran}") + shared + split
 
     def _layout(self, batch: Batch, max_tokens: int, same_rows: bool) -> list[Micro]:
         packer, padded = self.packing, cut(batch, max_tokens)

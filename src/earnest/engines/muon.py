@@ -58,8 +58,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
         momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
         momentum.lerp_(p.grad, 1 - share)
         ahead = p.grad.lerp(momentum, share) if group["nesterov"] else momentum
-        step = torch.nn.Parameter(torch.zeros(held.shape, dtype=p.dtype, device=p.device))
-        step.grad = gathered(as_shard(ahead, held))
+        whole = gathered(as_shard(ahead, held))
+        step = torch.nn.Parameter(torch.zeros_like(whole))
+        step.grad = whole
         own = {k: group[k] for k in ("ns_coefficients", "eps", "ns_steps", "adjust_lr_fn")}
         torch.optim.Muon([step], lr=lr, weight_decay=0.0, momentum=0.0, nesterov=False, **own).step()
         p.mul_(1 - lr * group["weight_decay"]).add_(part_of(step.detach(), held))

@@ -4,6 +4,10 @@
     packed      a b c d e f g h
     positions   0 1 2 3 3 4 0 1
     attention   each token attends to the earlier tokens of its own row: d and e f to a b c, not to each other
+    ends        6 6 6 4 6 6 8 8        token q attends to k where k ≤ q < ends[k]
+
+The packed tokens are the nodes of a tree of rows in depth-first order, so those that attend to a token are neighbours.
+The attention is SDPA with a mask, or flex-attention (``engines.flex``).
 
 A causal model gives a token the same hidden state in both layouts, so scalars, loss and gradient are the same, up to
 the rounding of products of other shapes. Rows end at their last active token: later tokens have no effect. The
@@ -20,17 +24,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from earnest.adapters import without_adapters
+from earnest.engines import flex
+from earnest.errors import ConfigError
 from earnest.models.quantised import QuantisedLinear
 from earnest.signals.batch import Batch
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
     from earnest.models.policy import Policy
 
 ATTENTION_PRICE = 3.0
@@ -41,6 +50,8 @@ SMALL = 512
 """A forward pass with fewer tokens accepts any padding: there the number of kernels decides, not their size."""
 WORTH = 0.9
 """Packing by default needs a cost of at most this share of the padded cost."""
+Attention = Literal["sdpa", "flex"]
+"""Of packed rows: SDPA with a mask of token pairs, or flex-attention."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +69,7 @@ class PackedBlock:
 
     inputs: Int[Tensor, "P L"]
     positions: Int[Tensor, "P L"] | None
-    mask: Float[Tensor, "P 1 L L"] | None
+    mask: Float[Tensor, "P 1 L L"] | BlockMask | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +93,13 @@ class Packed:
 
 
 class Packer:
-    """Packs batches for one policy. ``balance`` is the length at which attention costs as much as the linear layers."""
+    """Packs batches for one policy. ``balance`` is the length at which attention costs as much as the linear layers.
 
-    def __init__(self, policy: Policy) -> None:
+    ``attention`` is what the masks are made for; ``ran`` names it in a step's ``layout``.
+    """
+
+    def __init__(self, policy: Policy, attention: Attention = "sdpa", ran: str = "") -> None:
+        self.attention, self.ran = attention, ran
         self.balance = balance_of(policy)
         self.dtype, self.pad = policy.dtype, policy.pad_id
 
@@ -139,7 +154,7 @@ class Packer:
         """One forward pass; the places of each row's tokens, counted from ``start``, are added to ``paths``."""
         inputs = np.full((len(bins), length), self.pad, dtype=np.int64)
         positions = np.zeros((len(bins), length), dtype=np.int64)
-        sees = np.broadcast_to(np.eye(length, dtype=bool), (len(bins), length, length)).copy()
+        last = np.broadcast_to(np.arange(length) + 1, (len(bins), length)).copy()
         for number, trees in enumerate(bins):
             used = 0
             for tree in trees:
@@ -149,16 +164,15 @@ class Packer:
                     path = np.concatenate([path[:shared], np.arange(new.start, new.stop)])
                     inputs[number, new] = ids[row, shared : ends[row]]
                     positions[number, new] = np.arange(shared, ends[row])
-                    sees[number, new, new] = np.tri(new.stop - new.start, dtype=bool)
-                    sees[number, new, path[:shared]] = True
+                    last[number, path] = new.stop
                     paths[row] = start + number * length + path
                     used = new.stop
         tokens = torch.from_numpy(inputs).to(device)
         if all(len(trees) == 1 and len(trees[0].rows) == 1 for trees in bins):
             return PackedBlock(tokens, None, None)
-        mask = torch.zeros(sees.shape, dtype=self.dtype, device=device)
-        mask.masked_fill_(~torch.from_numpy(sees).to(device), torch.finfo(self.dtype).min)
-        return PackedBlock(tokens, torch.from_numpy(positions).to(device), mask[:, None])
+        seen = torch.from_numpy(last).to(device)
+        mask = flex.block_mask(seen) if self.attention == "flex" else flex.dense_mask(seen, self.dtype)
+        return PackedBlock(tokens, torch.from_numpy(positions).to(device), mask)
 
 
 def _rows(batch: Batch) -> tuple[np.ndarray, list[int]]:
@@ -236,14 +250,63 @@ def balance_of(policy: Policy) -> float:
     return max(1.0, 2 * weights / (ATTENTION_PRICE * 4 * width * max(1, config.num_hidden_layers)))
 
 
-@torch.no_grad()
-def why_not(policy: Policy) -> str | None:
-    """Why rows cannot be packed for this model, in one sentence; None if they can. The last test is on the model."""
+def packer_of(policy: Policy, wanted: Attention | None = None) -> Packer | str:
+    """What packs rows for this model, after a test on it; or in one sentence why they cannot be packed.
+
+    ``wanted`` None: flex-attention on GPUs where it passes the test, SDPA elsewhere.
+    """
     if (reason := why_not_by_config(policy)) is not None:
         return reason
-    return (
-        None if _obeys(policy) else f"{type(policy.model).__name__} computes packed rows differently from padded ones"
-    )
+    kind: str = policy.model.config.get_text_config(decoder=True)._attn_implementation
+    plain = Packer(policy, "sdpa", "masked eager" if kind == "eager" else "masked sdpa")
+    if not _obeys(policy, plain):
+        return f"{type(policy.model).__name__} computes packed rows differently from padded ones"
+    if wanted == "sdpa" or (wanted is None and policy.device.type != "cuda"):
+        return plain
+    if (reason := _no_flex(policy, plain)) is None:
+        return Packer(policy, "flex", "flex_attention")
+    if wanted == "flex":
+        raise ConfigError(
+            f"engine.packed_attention: flex does not work here: {reason}; set it to sdpa, or leave it out."
+        )
+    plain.ran += f"; flex_attention: {reason}"
+    return plain
+
+
+def _no_flex(policy: Policy, plain: Packer) -> str | None:
+    """Why flex-attention does not compute what SDPA does for this model; None if it does, and then it is installed.
+
+    The test compares the gradients of packed rows by the embeddings of their tokens.
+    """
+    kind: str = policy.model.config.get_text_config(decoder=True)._attn_implementation
+    if kind not in ("sdpa", flex.NAME) or not policy.model._supports_flex_attn:
+        return f"{type(policy.model).__name__} with {kind} attention does not support it"
+    want = _probe_gradient(policy, plain)
+    before = flex.install(policy)
+    try:
+        got = _probe_gradient(policy, Packer(policy, "flex"))
+    except Exception as error:  # of a compiler, a kernel, or a device that has none
+        flex.restore(policy, before)
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+    apart = float((got - want).norm() / want.norm())
+    if apart <= (0.05 if policy.dtype.itemsize == 2 else 1e-3):
+        return None
+    flex.restore(policy, before)
+    return f"its gradient is {apart:.2g} from that of SDPA"
+
+
+def _probe_gradient(policy: Policy, packer: Packer) -> Float[Tensor, "P L d"]:
+    """Of a sum of the base's hidden states for the probe, by the embedding of every token; in float64."""
+    found: list[Tensor] = []
+    embeddings: Any = policy.model.get_input_embeddings()
+    hook = embeddings.register_forward_hook(lambda _module, _args, out: found.append(out.requires_grad_()))
+    try:
+        with torch.enable_grad(), without_adapters(policy):
+            states = _packed_probe(policy, packer).hidden(policy)
+            weights = torch.linspace(-1, 1, states.shape[1], dtype=states.dtype, device=states.device)
+            return torch.autograd.grad((states * weights).sum(), found)[0].double()
+    finally:
+        hook.remove()
 
 
 def why_not_by_config(policy: Policy) -> str | None:
@@ -259,28 +322,42 @@ def why_not_by_config(policy: Policy) -> str | None:
     window, longest = getattr(config, "sliding_window", None), policy.positions
     if window and getattr(config, "use_sliding_window", True) and (longest is None or window < longest):
         return f"{name} attends to a window of {window} tokens"
-    if (kind := config._attn_implementation) not in ("sdpa", "eager"):
+    if (kind := config._attn_implementation) not in ("sdpa", "eager", flex.NAME):
         return f"the attention implementation {kind} takes no mask of token pairs; load the model with sdpa"
     return None
 
 
-def _obeys(policy: Policy) -> bool:
+def _probe(policy: Policy) -> list[list[int]]:
+    """Three short rows, two of which have a common beginning."""
+    size = policy.head.weight.shape[0]
+    start = [(7 * i + 1) % size for i in range(4)]
+    return [[*start, 2 % size, 3 % size], [*start, 5 % size], [(11 * i + 2) % size for i in range(5)]]
+
+
+def _packed_probe(policy: Policy, packer: Packer) -> Packed:
+    """The rows of the probe in one packed row."""
+    rows, balance = _probe(policy), packer.balance
+    batch = Batch.from_rows([r[:1] for r in rows], [r[1:] for r in rows], device=policy.device)
+    packer.balance = 1e6  # everything is shared
+    try:
+        return packer.pack(batch, 10**6)
+    finally:
+        packer.balance = balance
+
+
+@torch.no_grad()
+def _obeys(policy: Policy, packer: Packer) -> bool:
     """Whether packed rows with a common beginning give the hidden states of the same rows one by one.
 
     The difference has to be small against that of rows which see each other, as in a model that ignores the mask.
     """
-    size = policy.head.weight.shape[0]
-    start = [(7 * i + 1) % size for i in range(4)]
-    rows = [[*start, 2 % size, 3 % size], [*start, 5 % size], [(11 * i + 2) % size for i in range(5)]]
-    batch = Batch.from_rows([r[:1] for r in rows], [r[1:] for r in rows], device=policy.device)
-    packer = Packer(policy)
-    packer.balance = 1e6  # everything is shared
-    packed = packer.pack(batch, 10**6)
+    packed = _packed_probe(policy, packer)
     try:
         got = packed.hidden(policy).double()
         leaking = policy.hidden(packed.blocks[0].inputs).flatten(0, 1)[packed.place].double()
     except (AttributeError, IndexError, KeyError, NotImplementedError, RuntimeError, TypeError, ValueError):
         return False
+    rows = _probe(policy)
     want = torch.cat([policy.hidden(torch.tensor([r[:-1]], device=policy.device))[0] for r in rows]).double()
     share = 0.3 if policy.dtype.itemsize == 2 else 0.01
     room = share * (leaking - want).norm() + 32 * torch.finfo(policy.dtype).eps * want.norm()

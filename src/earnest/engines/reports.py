@@ -49,7 +49,7 @@ class Work:
     """What was computed: the passes over the batch that ran, and the tokens.
 
     ``computed_tokens`` are the positions that went through the model, ``padded_tokens`` those of them that are
-    padding; ``layout`` is "packed", or "padded" with the reason.
+    padding; ``layout`` is "packed" with the attention that ran, or "padded" with the reason.
     """
 
     passes: str

@@ -26,18 +26,21 @@ if TYPE_CHECKING:
 
 
 def shard(policy: Policy, adapter: Adapter, mesh: Mesh, *, offload: bool = False) -> None:
-    """Shard the base of ``policy`` over the ranks, in place. Hashes of the whole base are taken before."""
+    """Shard the base of ``policy`` over the ranks, in place. Hashes of the whole base are taken before.
+
+    ``offload``: shards, gradients of shards and their optimizer are in CPU memory, and a layer's shards are copied to
+    the device when it is gathered. If the device is the CPU, the same code runs and copies nothing.
+    """
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
-    if offload and policy.device.type == "cpu":
-        raise ConfigError("engine.offload: the weights are on the CPU already; leave it out.")
     _, _, _ = policy.head, policy.fingerprint(), adapter.base_fingerprint
     mesh.kind = policy.device.type
     beside = [s for s in adapter.slots.values() if not s.replaces]
+    pinned = policy.device.type == "cuda"  # memory that a GPU copies from without a detour
     settings: dict[str, Any] = {
         "mesh": mesh.devices["replicate", "shard"] if mesh.teams > mesh.shard else mesh.devices["shard"],
         "ignored_params": {p for slot in beside for p in slot.parameters()},
-        "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
+        "offload_policy": CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy(),
     }
     for block in blocks_of(policy.body):
         fully_shard(block, reshard_after_forward=True, **settings)

@@ -52,5 +52,6 @@ def _norm_of_rows(slot: Slot, u: Float[Tensor, " m"], v: Float[Tensor, " n"]) ->
     """The same for offsets of which each rank holds some rows: the sum over the ranks, with the gradient of the own."""
     held = slot.tensors["weight"]
     left, right = (u, v) if slot.layer.kind == "linear" else (v, u)  # a Conv1D stores its weight transposed
-    own = slot.gate.scale * (part_of(left, held) @ (local(held) @ right))
+    rows = local(held)
+    own = (slot.gate.scale * (part_of(left, held) @ (rows @ right.to(rows.device)))).to(u.device)
     return own + (sum_of_parts(own.detach(), held) - own.detach())

@@ -124,8 +124,8 @@ def as_shard(own: Tensor, like: Tensor) -> Tensor:
 
 
 def part_of(value: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of ``value``, which is whole or in shards, cut as ``like`` is; all rows if ``like`` is whole.
-    Nothing is exchanged."""
+    """This rank's rows of ``value``, which is whole or in shards, cut as ``like`` is and on its device; all rows if
+    ``like`` is whole. Nothing is exchanged."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     if is_sharded(value):
@@ -133,7 +133,8 @@ def part_of(value: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return value
     assert value.shape[:1] == like.shape[:1], f"{tuple(value.shape)} has other rows than {tuple(like.shape)}"
-    return local(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
+    own = local(distribute_tensor(value, like.device_mesh, like.placements, src_data_rank=None))
+    return own.to(local(like).device)
 
 
 def sum_of_parts(value: Tensor, like: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from earnest.models.quantised import QuantisedLinear, count_parameters
 from earnest.models.speech import Speech
 
 if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from earnest.models.cache import CacheKind
@@ -111,7 +112,7 @@ class Policy(Speech):
         self,
         input_ids: Int[Tensor, "R T"],
         *,
-        attention_mask: Tensor | None = None,
+        attention_mask: Tensor | BlockMask | None = None,
         position_ids: Int[Tensor, "R T"] | None = None,
         past: Cache | None = None,
     ) -> Float[Tensor, "R T d"]:

@@ -77,7 +77,11 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
     )
     fresh = 0 if layout.count > 1 else trained  # their gradients are inside the traced peak
     logits = vocabulary_bytes(shape, objective, layout.tokens, device)
-    held = 0 if engine.offload else -(-base // engine.shard)
+
+    def share(size: int) -> int:
+        """What a device holds of ``size`` bytes in shards."""
+        return 0 if engine.offload else -(-size // engine.shard)
+
     gathered = 0 if engine.shard == 1 else base - sum(shape.block_bytes) + 2 * max(shape.block_bytes)
     passing = 0  # gradients of layers whose sum over the ranks is not a shard yet
     own, averages = trained, _averages(config, trained)
@@ -85,9 +89,9 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
     if cut:  # offsets, gradients and moments are sharded like the base
         passing = cut - sum(shape.block_trained) + 2 * max(shape.block_trained)
         gathered += passing
-        own, adapter = (size - cut + -(-cut // engine.shard) for size in (trained, adapter))
+        own, adapter = (size - cut + share(cut) for size in (trained, adapter))
     always = {
-        "weights": held,
+        "weights": share(base),
         "adapter": adapter,
         "optimizer": round(optimizer_bytes(config.optimizer.build()) * own / 4) + averages,
         "teacher": work.teacher_bytes,

@@ -131,7 +131,7 @@ class StepRecord(Record):
     lr: Number = None
     passes: str | None = None
     layout: str | None = None
-    """"packed", or "padded" with the reason."""
+    """"packed" with the attention that ran, or "padded" with the reason."""
     micro_batches: NonNegativeInt | None = None
     metrics: Numbers = {}
     seconds: Numbers = {}

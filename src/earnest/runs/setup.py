@@ -144,6 +144,8 @@ def build(config: RunConfig, say: Callable[[str], None], mesh: Mesh | None = Non
     if config.engine.kind == "tinker":
         return remote.build(config, task, objective, say)
     policy, adapter = adapted(config, task, say)
+    if config.engine.offload and policy.device.type == "cpu":
+        raise ConfigError("engine.offload: the weights are on the CPU already; leave it out.")
     data = own_data(config.data, policy, objective, task, say)
     if config.teacher.outside:
         how = {"dtype": config.dtype, "micro_tokens": config.micro_tokens, "say": say}
@@ -162,6 +164,7 @@ def build(config: RunConfig, say: Callable[[str], None], mesh: Mesh | None = Non
         micro_tokens=config.micro_tokens,
         estimator=config.engine.estimator,
         pack=config.engine.pack,
+        packed_attention=config.engine.packed_attention,
         mesh=mesh,
         offload=config.engine.offload,
         checkpoint_activations=config.engine.checkpoint_activations,
