@@ -1,5 +1,5 @@
-"""Checks of a trainer's batch beside its loss: columns that the loss reads and the Trainer dropped, and whether the
-tokens that end answers are supervised."""
+"""Which keys of a batch are read; and checks of a trainer's batch beside its loss: columns that the loss reads and the
+Trainer dropped, and whether the tokens that end answers are supervised."""
 
 from __future__ import annotations
 
@@ -9,8 +9,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest_audit.laws.reads import RecordingBatch
 from earnest_audit.verdict import Finding
+
+
+class RecordingBatch(dict[str, Any]):
+    """A batch that records which keys are read. Iterating over it, or copying it, reads all of them."""
+
+    def __init__(self, values: Any = ()) -> None:
+        super().__init__(values)
+        self.accessed: set[str] = set()
+
+
+def _recording(name: str, one: bool) -> Callable[..., Any]:
+    """A method of dict that records the key that it is called with, or all keys."""
+
+    def method(batch: RecordingBatch, *args: Any) -> Any:
+        batch.accessed |= {str(args[0])} if one else set(dict.keys(batch))
+        return getattr(dict, name)(batch, *args)
+
+    return method
+
+
+for _name in ("__getitem__", "get", "pop", "__contains__"):
+    setattr(RecordingBatch, _name, _recording(_name, one=True))
+for _name in ("__iter__", "keys", "values", "items", "copy", "__or__"):
+    setattr(RecordingBatch, _name, _recording(_name, one=False))
 
 
 def dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[Finding]:

@@ -19,6 +19,7 @@ Batch = dict[str, Any]
 
 # Roles whose values are log-probs of single tokens: never above 0.
 LOGPROBS = ("behaviour", "proximal", "reference", "reference_chosen", "reference_rejected")
+SAMPLERS = ("behaviour", "proximal")
 SIDES = ("chosen", "rejected")
 # Roles that the gradient must depend on, in the order in which they are tried.
 INPUTS = ("advantages", "rewards", *LOGPROBS, "reference_distribution", "teacher", "importance", "weights", "values",

@@ -32,6 +32,15 @@ class Reading:
     gradient: Gradient
 
 
+@dataclass(frozen=True, eq=False)
+class Slopes:
+    """One evaluation: the loss, ∂loss/∂θ, and ∂loss/∂input for declared inputs (None where it does not reach)."""
+
+    loss: float
+    gradient: Gradient
+    inputs: Mapping[str, Tensor | None]
+
+
 class Measure:
     """A step whose loss, metrics and gradient are measured with one thing changed."""
 
@@ -200,14 +209,17 @@ class Measure:
             self._now[self._state] = self.forward(self.step.logprobs, graph=False).detach()
         return self._now[self._state]
 
-    def slope(self, role: str, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None = None) -> Tensor | None:
-        """∂loss/∂input for a floating-point input, or None where the loss does not reach it."""
-        key = self.step.roles[role]
-        leaf = batch[key].detach().clone().requires_grad_()
+    def slopes(self, roles: Sequence[str], batch: Mapping[str, Any], knobs: Mapping[str, Any] | None = None) -> Slopes:
+        """The loss with its derivatives by the parameters and by those of these inputs that are floats."""
+        named = {r: self.step.roles[r] for r in roles if r in self.step.roles}
+        leaves = {
+            r: batch[k].detach().clone().requires_grad_() for r, k in named.items() if batch[k].is_floating_point()
+        }
         self.cost += 1
-        with seeded(self.step.seed), torch.enable_grad():
-            result = self.step.loss(self.step.model, {**fresh(batch), key: leaf}, **self.settings(knobs))
-            return self.differentiate(result_of(result)[0], [leaf])[0]
+        value, _ = self.run({**batch, **{named[r]: leaf for r, leaf in leaves.items()}}, knobs)
+        found = self.differentiate(value, [*leaves.values(), *self.parameters.values()])
+        inputs = dict(zip(leaves, found[: len(leaves)], strict=True))
+        return Slopes(float(value.detach()), self._named(found[len(leaves) :]), inputs)
 
     @contextmanager
     def along(self, direction: Gradient, length: float) -> Iterator[None]:

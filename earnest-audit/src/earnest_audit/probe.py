@@ -17,12 +17,15 @@ bit what they were. What a loss keeps in a closure of its own cannot be seen, an
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 
+from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.measure import Batch, buffers
@@ -130,7 +133,7 @@ class Probe(States):
         return self.redrawn(finding.subject) if fails else finding
 
     def redrawn(self, subject: str) -> Finding:
-        why = "The loss differs between two seeds: other rows, or another number of them, get other draws."
+        why = "The loss differs between two seeds: edited rows, or a copy, get other draws."
         return self.law.not_applicable(subject, "the step is random", why)
 
     # --- what it may cost ---------------------------------------------------------------------------------------------
@@ -144,6 +147,21 @@ class Probe(States):
     def afford(self, more: float, keep: float = 4.0) -> bool:
         """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""
         return self.cost + more + keep <= self.budget
+
+    # --- a copy -------------------------------------------------------------------------------------------------------
+
+    def twin(self, dtype: torch.dtype) -> Probe:
+        """The same step on a copy of its model as it is now, in another dtype; with the gradient hooks of parameters,
+        which a copy does not have: they are part of the step."""
+        model = copy.deepcopy(self.step.model).to(dtype)
+        copies = dict(model.named_parameters())
+        for name, p in self.step.model.named_parameters():
+            for hook in (p._backward_hooks or {}).values():
+                copies[name].register_hook(hook)
+        own = {"model": model, "batch": edits.lifted(self.step.batch, dtype), "precision": None}
+        found = Probe(replace(self.step, **own, optimizer=None, clipped=None, backward=None, update=None))
+        found._by_backward = self._by_backward
+        return found
 
     # --- the whole audit ----------------------------------------------------------------------------------------------
 

@@ -190,7 +190,7 @@ class States(Measure):
         batch[key] = moved if on is None else torch.where(on, moved, batch[key])
         return batch
 
-    def as_policy(self, batch: Mapping[str, Any], roles: tuple[str, ...] = ("behaviour", "proximal")) -> Batch:
+    def as_policy(self, batch: Mapping[str, Any], roles: tuple[str, ...] = edits.SAMPLERS) -> Batch:
         """The batch in which these roles are the policy's own log-probs."""
         keys = [self.step.roles[r] for r in roles if r in self.step.roles]
         now = self.now()

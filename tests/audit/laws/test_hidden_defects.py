@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit
 from earnest_audit.law import Law
-from earnest_audit.laws import finite_difference, masks, metrics, shadow, splits, sums
+from earnest_audit.laws import finite_difference, masks, metrics, shadow, splits
 from tests.audit.steps import dpo_step, grpo_loss, logprobs, policy_step, sft_step
 
 
@@ -61,8 +61,8 @@ def test_a_term_of_small_weight_is_added_up_by_itself() -> None:
         return step
 
     subject = "term kl by itself"
-    assert subject in held(whole(1.0), sums.LAW)
-    assert failed(whole(2.0), sums.LAW) == {subject}
+    assert subject in held(whole(1.0), metrics.LAW)
+    assert failed(whole(2.0), metrics.LAW) == {subject}
 
 
 def sft(form: Callable[[Tensor], Tensor]) -> Step:

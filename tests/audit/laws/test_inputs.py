@@ -1,4 +1,4 @@
-"""Laws IG and IG-READS: inputs that the gradient must depend on, and the reference."""
+"""Law IG: inputs that the gradient must depend on, and the reference."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from earnest_audit.laws import (
     knobs,
     liveness,
     masks,
-    reads,
 )
 from earnest_audit.verdict import Finding, Verdict
 from tests.audit.laws.test_pairs import pair_step
@@ -109,12 +108,12 @@ def test_every_documents_context_is_changed_in_a_packed_row() -> None:
 def test_what_is_neither_declared_nor_read_is_reported() -> None:
     step = sft_step()
     step.batch = {**step.batch, "position_ids": step.batch["ids"] * 0}
-    (row,) = audit(step, laws=[reads.LAW]).findings
-    assert row.subject == "never read: position_ids" and row.outcome == "not declared"
-    assert "The loss never reads position_ids." in str(audit(step, laws=[reads.LAW])), "a line below the table"
+    assert rows(audit(step, laws=[inputs.LAW]).findings)["never read: position_ids"] == "not declared"
+    assert "The loss never reads position_ids." in str(audit(step, laws=[inputs.LAW])), "a line below the table"
     for whole in (lambda b: {**b}, dict, lambda b: b | {}, lambda b: b.copy()):
         step.loss = lambda model, batch, whole=whole: sft_loss(model, whole(batch))
-        assert not audit(step, laws=[reads.LAW]).findings, "who copies the batch may read all of it"
+        found = rows(audit(step, laws=[inputs.LAW]).findings)
+        assert "never read: position_ids" not in found, "who copies the batch may read all of it"
 
 
 def test_the_sentence_on_ids_says_which_tokens_were_changed() -> None:

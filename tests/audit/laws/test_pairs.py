@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from earnest_audit import Step, audit
 from earnest_audit.law import Law
 from earnest_audit.laws import (
+    metrics,
     pairs,
-    sums,
 )
 from earnest_audit.verdict import Finding
 from tests.audit.steps import (
@@ -119,7 +119,7 @@ def test_terms_that_are_the_whole_loss_add_up_to_it() -> None:
 
     for loss, outcome in ((orpo, "holds"), (without, "fails")):
         step = pair_step(loss, referred=False, knobs={"lam": 0.1}, logprobs=averages, terms={"or": "lam"}, fixed=(NLL,))
-        assert rows(audit(step, laws=[sums.LAW]).findings)["the sum of the terms"] == outcome
+        assert rows(audit(step, laws=[metrics.LAW]).findings)["the sum of the terms"] == outcome
 
 
 def sppo(c: Tensor, r: Tensor, beta: float) -> Tensor:

@@ -25,7 +25,7 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.facts import CLIPS
 from earnest_audit.law import Law
-from earnest_audit.laws.ratio import at_one, on_policy, slopes, token_weights, whitening
+from earnest_audit.laws.ratio import at_one, on_policy, token_weights, whitening
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
@@ -124,7 +124,7 @@ def _pulls(
             on = edits.fit(edits.supervised(step), usual)
             asked = (a != 0).reshape(len(a), -1).any(-1) & (True if on is None else on.flatten(1).any(-1))
             if not bool(usual.flatten(1).any(-1)[asked].all()):
-                usual = token_weights(slopes(probe, ("behaviour", "proximal"), base, knobs).inputs)
+                usual = token_weights(probe.slopes(edits.SAMPLERS, base, knobs).inputs)
     if usual is None or not bool((usual != 0).any()):
         return "the ratio is under a stop-gradient, it has no slope"
     if reference is not None and bool((reference != 0).any()):
@@ -178,12 +178,12 @@ def _measure(
     moved = behaviour - ratio.log() / count
     possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
     # The sampler's log-probs change with the trainer's, so that the gap between the two stays 0.
-    both = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
+    both = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
     batch = {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}
     if sign is not None:
         a = base[step.roles["advantages"]]
         batch[step.roles["advantages"]] = a * sign.reshape(-1, *[1] * (a.ndim - 1))
-    slope = token_weights(slopes(probe, ("behaviour", "proximal"), batch, knobs).inputs)
+    slope = token_weights(probe.slopes(edits.SAMPLERS, batch, knobs).inputs)
     slope = torch.zeros_like(usual) if slope is None else slope
     for row, case in enumerate(chosen):
         # In a row with both signs, only the tokens of the case's sign.

@@ -201,7 +201,7 @@ def _slopes(probe: Probe, role: str, flat: Tensor) -> Tensor | None:
     asked = [lambda: dict(step.batch), lambda: edits.opposite(step, step.batch), lambda: _at_ratio_one(probe, role)]
     for make in asked:
         batch = make()
-        slope = None if batch is None else probe.slope(role, batch)
+        slope = None if batch is None else probe.slopes([role], batch).inputs[role]
         if slope is None:
             return None
         found_by_slope = found_by_slope | (slope != 0 if slope.ndim == 2 else (slope != 0).flatten(2).any(-1))
@@ -214,7 +214,7 @@ def _at_ratio_one(probe: Probe, role: str) -> edits.Batch | None:
     step = probe.step
     if role != "behaviour" or step.logprobs is None:
         return None
-    keys = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
+    keys = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
     if any(step.batch[k].numel() != probe.now().numel() for k in keys):
         return None
     return probe.as_policy(step.batch)

@@ -1,22 +1,22 @@
-"""FD: The finite difference of the reported loss agrees with the gradient.
+"""FD: The finite difference of the reported loss agrees with the gradient, with dropout too.
 
 (L(θ + εd) - L(θ - εd)) / 2ε  =  ⟨∇L, d⟩
 
 Needs: value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and
 preferences are taken to be so
 How: Central differences along the gradient, from a perturbed, off-policy state, at five step lengths; the best one
-counts (a clip has corners). Then each declared term by itself, at a thousand times its weight.
+counts (a clip has corners). Then each declared term by itself, at a thousand times its weight; then with dropout on,
+every evaluation from one seed, so that all draw the same masks.
 Exceptions: Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO) and for adapters with a
 detached factor (DoRA's norm): they declare value_is_loss=False. So may a loss over the student's own top k, which
-jumps.
-Detects: SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients
+jumps. A step that is random, or off without dropout too, is not judged with it.
+Detects: SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients, OLMo-core
+#828 (checkpointing that draws a new dropout mask)
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +26,18 @@ from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.limits import NEAR, STRONG
 from earnest_audit.probe import Probe
+from earnest_audit.restore import with_dropout
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 TOO_COARSE = 1.0  # from this tolerance on a slope of 0 would pass
 LENGTHS = (1e-3, 1e-2, 1e-4, 3e-5, 1e-5)  # of the parameters' norm: a clip has corners and a sum has rounding
+DROPOUT = "loss along its own gradient, dropout on"
+MEANING = (
+    "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, detach), a "
+    "backward is hand-written and wrong, or one of them is scaled. Where a factor is detached by design (DFT, WPO), "
+    "declare value_is_loss=False."
+)
 
 
 def is_integral(step: Step) -> bool | None:
@@ -68,12 +75,15 @@ def check(probe: Probe) -> Iterator[Finding]:
         found = slopes(measured, batch, room, measured.gradient(batch))
         if wide is not None:
             probe.cost += wide.cost
-        yield judged(LAW, step.name if found[0] == 0 else "loss along its own gradient", found, room, wide is not None)
-        for metric, knob in step.weights.items() if measured is probe and not probe.coarse else ():
+        subject = step.name if found[0] == 0 else "loss along its own gradient" + (", in fp32" if wide else "")
+        yield judged(LAW, subject, found, room)
+        for metric, knob in step.weights.items() if not probe.coarse else ():
             try:
                 yield _term(probe, batch, f"term {metric} along its own gradient", knob)
             except Exception:
                 continue  # the step refuses such a weight, as it may
+    if not probe.coarse:
+        yield from _with_dropout(probe)
 
 
 def _term(probe: Probe, batch: edits.Batch, subject: str, knob: str) -> Finding:
@@ -94,7 +104,35 @@ def _term(probe: Probe, batch: edits.Batch, subject: str, knob: str) -> Finding:
     return judged(LAW, subject, slopes(probe, batch, NEAR, own, whole, strong), NEAR)
 
 
-def judged(law: Law, subject: str, found: tuple[float, float, float], room: float, wide: bool = False) -> Finding:
+def _with_dropout(probe: Probe) -> Iterator[Finding]:
+    """A backward that runs a part of the forward again has to draw the same masks."""
+    batch = dict(probe.step.batch)  # a copy: readings of the declared one are kept, and have no dropout
+    with with_dropout(probe.step.model) as rates:
+        if not rates:
+            return
+        if not probe.afford(5 / 3, keep=0):  # a gradient and two looks
+            yield LAW.not_applicable(DROPOUT, "not checked: the budget is spent")
+            return
+        found = slopes(probe, batch, NEAR, probe.gradient(batch))
+    if (off := _off(found)) > NEAR:
+        # A step with a detach by design (DoRA's norm) is off without dropout too, and about as much.
+        without = _off(slopes(probe, batch, NEAR, probe.gradient(batch)))
+        if probe.random() or without > off / 4:
+            yield LAW.not_applicable(DROPOUT, "not a matter of dropout", "It is off without, or the step is random.")
+            return
+    yield judged(
+        LAW, DROPOUT, found, NEAR,
+        "With dropout on, and only then, the gradient is not that of the loss: activation checkpointing draws another "
+        "mask when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
+    )  # fmt: skip
+
+
+def _off(found: tuple[float, float, float]) -> float:
+    size, slope, _ = found
+    return abs(slope - size) / size if size else 0.0
+
+
+def judged(law: Law, subject: str, found: tuple[float, float, float], room: float, meaning: str = MEANING) -> Finding:
     """The row of one finite difference: the gradient's norm, the slope, and how exact that is."""
     size, slope, grain = found
     if size == 0:
@@ -103,13 +141,8 @@ def judged(law: Law, subject: str, found: tuple[float, float, float], room: floa
     if room * abs(size) < off <= grain:
         why = "The loss's own last bit is larger than what the gradient changes it by: a sum that hides its terms."
         return law.not_applicable(subject, f"the slope is known up to {grain:.2g} only", why)
-    return law.finding(
-        subject, f"finite difference {slope:.4g}, gradient {size:.4g}" + (", in fp32" if wide else ""),
-        f"within {room:.0%}", off <= room * abs(size),
-        "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, "
-        "detach), a backward is hand-written and wrong, or one of them is scaled. Where a factor is detached by design "
-        "(DFT, WPO), declare value_is_loss=False.",
-    )  # fmt: skip
+    measured = f"finite difference {slope:.4g}, gradient {size:.4g}"
+    return law.finding(subject, measured, f"within {room:.0%}", off <= room * abs(size), meaning)
 
 
 def _wide(probe: Probe) -> Probe | None:
@@ -118,9 +151,7 @@ def _wide(probe: Probe) -> Probe | None:
     if step.precision is not None or all(p.dtype.itemsize >= 4 for p in step.model.parameters()):
         return None  # the loss itself casts
     try:
-        model = copy.deepcopy(step.model).float()
-        batch = edits.lifted(step.batch, torch.float32)
-        twin = Probe(replace(step, model=model, batch=batch, optimizer=None, clipped=None, backward=None, update=None))
+        twin = probe.twin(torch.float32)
         reached = twin.gradient().norm() > 0
     except Exception:
         return None
@@ -129,7 +160,7 @@ def _wide(probe: Probe) -> Probe | None:
 
 def slopes(
     probe: Probe, batch: Mapping[str, Any], room: float, along: Gradient, gradient: Gradient | None = None,
-    knobs: Mapping[str, Any] | None = None,
+    knobs: Mapping[str, Any] | None = None, lengths: Sequence[float] = LENGTHS,
 ) -> tuple[float, float, float]:  # fmt: skip
     """The slope along a direction by the gradient (by default: the direction; 0 where there is none that is finite),
     the nearest finite difference, where the signal against rounding is best, and how exact that one is: a loss is
@@ -138,12 +169,12 @@ def slopes(
         return 0.0, 0.0, 0.0
     size = along.norm() if gradient is None else gradient.dot(along) / along.norm()
     found: list[tuple[float, float]] = []
-    for length in LENGTHS:
+    for length in lengths:
         reach, values = probe.reach(length), []
         for sign in (+1, -1):
             with probe.along(along, sign * reach):
                 values.append(probe.look(dict(batch), knobs).loss)
-        grain = 4 * min(probe.coarsest, torch.finfo(torch.float32).eps) * max(map(abs, values)) / (2 * reach)
+        grain = 4 * torch.finfo(torch.float32).eps * max(map(abs, values)) / (2 * reach)
         found.append(((values[0] - values[1]) / (2 * reach), grain))
         if abs(found[-1][0] - size) <= room * abs(size):
             break

@@ -1,14 +1,18 @@
-"""DIV-ZERO: Identical distributions have the least cost and a zero gradient; different ones have a gradient.
+"""DIV-ZERO: Identical distributions have the least cost and a zero gradient, different ones have a gradient, and a mode
+named forward KL is closer to the likelihood of a certain teacher's token than the one named reverse KL.
 
-teacher = student   →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
+teacher = student          →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
+teacher sure of one token  →   ∇ forward KL = ∇ of that token's negative log-likelihood; ∇ reverse KL is not
 GJS_α between disjoint distributions is H(α)·scale, largest at α = ½: swapped outer weights reverse that
 
 Needs: roles teacher and student=fn; where another loss is mixed in, its weight, or Setting(value, pure=…)
-How: The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself.
+How: The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself. Then it
+puts all its probability on a token that the student finds unlikely.
 Exceptions: In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the
 teacher's entropy as its value. A weight named alpha may mix in a likelihood: the value that switches it off is searched
 and must then be declared.
-Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights
+Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights,
+twinkle #112 and aprender #2153 (forward and reverse swapped)
 """
 
 from __future__ import annotations
@@ -19,6 +23,7 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
+from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.laws.parts import Part, mixer, weakest
 from earnest_audit.laws.ratio import on_policy
@@ -30,6 +35,9 @@ IDENTICAL = "identical distributions"
 ENDS = (1e-3, 0.5, 1 - 1e-3)
 # Swapped, the ends are (1-ε)·ln(1/ε)/ln 2 ≈ 10 times the middle; Amari's α-divergence, which is right, has 250.
 TURNED = (1.5, 40.0)
+FORWARD = ("forward_kl", "forward", "fkl", "kl_forward")
+REVERSE = ("reverse_kl", "reverse", "rkl", "kl_reverse")
+CLEAR = 0.02  # both cosines are near each other where the student is sure of one token as well
 
 
 def sampled(step: Step) -> bool:
@@ -78,6 +86,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     )  # fmt: skip
     if pull is not None:
         yield from _weights_swapped(probe, pull.part, key, own)
+    yield from _direction(probe)
 
 
 def _reads_targets(probe: Probe, part: Part, same: edits.Batch) -> bool:
@@ -124,6 +133,43 @@ def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Iterato
         "A generalised Jensen–Shannon divergence is largest at ½ and fades towards both ends of its weight. This one "
         "grows: the mixture's weights are swapped against the outer ones.",
     )  # fmt: skip
+
+
+def _direction(probe: Probe) -> Iterator[Finding]:
+    """Checked only where both names are among an option's modes."""
+    step = probe.step
+    teacher: Tensor = step.batch[step.roles["teacher"]]
+    for option, modes in step.options.items():
+        forward, reverse = (
+            next((m for m in modes if isinstance(m, str) and m.lower().replace("-", "_") in names), None)
+            for names in (FORWARD, REVERSE)
+        )
+        if forward is None or reverse is None or teacher.ndim < 3:
+            continue
+        sure, wanted = _sure(probe, teacher)
+        if wanted is None:
+            return
+        knobs = {**step.terms_off, **step.pure}
+        near, far = (probe.gradient(sure, {**knobs, option: mode}).cosine(wanted) for mode in (forward, reverse))
+        yield LAW.finding(
+            f"option {option}: {forward} and {reverse}",
+            f"cosines {near:.2f} and {far:.2f} to the likelihood of a certain teacher's token", f"{forward} is nearer",
+            near > far - CLEAR,
+            f"{forward} is KL(teacher ‖ student), which for a certain teacher is the likelihood of its token. Here "
+            f"{reverse} is that: the two are swapped, or the arguments of a KL function are.",
+        )  # fmt: skip
+
+
+def _sure(probe: Probe, teacher: Tensor) -> tuple[edits.Batch, Gradient | None]:
+    """A batch whose teacher is certain of a token that the student finds unlikely, and that token's ∇NLL."""
+    step, own = probe.step, probe.forward(probe.step.student)
+    if own.shape != teacher.shape or not own.is_floating_point():
+        return dict(step.batch), None
+    far = opposite_teacher(teacher, own.detach())
+    logs = own.log() if edits.probability_like(own.detach()) else own.log_softmax(-1)
+    picked = logs.gather(-1, far.argmax(-1, keepdim=True))[..., 0]
+    wanted = probe.pull(-(picked * edits.taken(step, picked)).sum())
+    return {**step.batch, step.roles["teacher"]: far}, wanted
 
 
 def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:

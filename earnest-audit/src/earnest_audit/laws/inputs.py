@@ -3,7 +3,8 @@ does.
 
 Needs: roles; reference=… for the reference policy
 How: Each input is changed, from a perturbed, off-policy state; the gradient must change. Signals and labels are changed
-where the loss is taken. Of ids, only tokens without a loss are changed that supervised ones follow (a prompt).
+where the loss is taken. Of ids, only tokens without a loss are changed that supervised ones follow (a prompt). Tensors
+without a role that the loss never reads are listed as "not declared".
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
@@ -12,12 +13,14 @@ Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from earnest_audit import edits
+from earnest_audit.batches import RecordingBatch
 from earnest_audit.law import Law
 from earnest_audit.probe import Change, Probe, seeded, settings_text
 from earnest_audit.step import Step
@@ -48,6 +51,7 @@ def check(probe: Probe) -> Iterator[Finding]:
                 "It does not matter which tokens the teacher finds likely: its values are sorted, or compared with the "
                 "student's by rank. Across two vocabularies that is intended (ULD), within one it is not.",
             )  # fmt: skip
+    yield from _never_read(probe)
     if step.reference is not None:
         yield from _reference_stays(probe, step.reference)
     elif {"reference", "reference_chosen"} & step.roles.keys():
@@ -224,6 +228,27 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> tuple[edits.B
     order = torch.randperm(value.numel(), generator=edits.generator(step, 55)).to(value.device)
     other = value.flatten()[order].reshape(value.shape)
     return {**batch, step.roles[role]: torch.where(real, other, value)}, where
+
+
+def _never_read(probe: Probe) -> Iterator[Finding]:
+    """Tensors without a role that the loss never reads. Passing the whole batch on (**batch) reads everything."""
+    step, recording = probe.step, RecordingBatch()
+    others = [k for k, v in step.batch.items() if isinstance(v, Tensor) and k not in step.roles.values()]
+
+    def loss(model: nn.Module, copied: Mapping[str, Any]) -> Any:
+        recording.update(copied)
+        return step.loss(model, recording, **probe.settings())
+
+    try:
+        if others:
+            probe.forward(loss, graph=False)
+    except Exception:
+        return  # some code takes plain dicts only
+    if unread := ", ".join(k for k in others if k not in recording.accessed):
+        yield LAW.finding(
+            f"never read: {unread}", "the loss never reads it", "it is read, or not in the batch", "not declared",
+            f"The loss never reads {unread}. Where it should, declare its role.",
+        )  # fmt: skip
 
 
 def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Iterator[Finding]:

@@ -22,7 +22,6 @@ import torch
 
 from earnest_audit import edits
 from earnest_audit.law import Law
-from earnest_audit.laws import shadow
 from earnest_audit.laws.inputs import far
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
@@ -196,7 +195,7 @@ def _ratios(probe: Probe, base: edits.Batch, value: Any, odd: int, rows: bool = 
     count = edits.taken(step, now, base).reshape(len(now), -1).sum(-1).clamp(min=1)
     turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
     moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
-    keys = [step.roles[r] for r in ("behaviour", "proximal") if r in step.roles]
+    keys = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
     return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
 
 
@@ -257,9 +256,9 @@ def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Iterator
     share = once.norm() / max(at.norm(), none.norm(), 1e-300)
     alive, aside, exact = probe.is_change(share), "", None
     if alive and share <= 4 * probe.tolerance and not (probe.coarse or probe.random()) and probe.afford(2):
-        exact = shadow.exact(probe, base, ({knob: value}, {knob: 0.0}))
+        exact = _exact(probe, base, knob, value)
     if exact is not None:
-        kept = exact[0].minus(exact[1]).norm() / once.norm()
+        kept = exact / once.norm()
         alive, aside = kept > 0.1, f", in float64 {kept:.1g} of that"
     yield LAW.finding(
         f"term {metric}", f"its own gradient is {share:.2g} of the whole{aside}",
@@ -272,6 +271,17 @@ def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Iterator
         why = f"{knob} does not weigh the term linearly: it enters twice, or clips something on the way."
         room, what = max(probe.tolerance / share, 1e-3), f"doubling {knob} doubles it up to {{}}"
         yield probe.same(f"term {metric}", once.distance(second), why, room=room, what=what)
+
+
+def _exact(probe: Probe, base: edits.Batch, knob: str, value: float) -> float | None:
+    """The norm of the term's own gradient in float64; None where a copy cannot be made or run."""
+    try:
+        twin, batch = probe.twin(torch.float64), edits.lifted(base, torch.float64)
+        own = twin.gradient(batch, {knob: value}).minus(twin.gradient(batch, {knob: 0.0}))
+        probe.cost += twin.cost
+        return own.norm()
+    except Exception:
+        return None
 
 
 LAW = Law("KG", "settings", __doc__, check, perturbed=True, asks=(

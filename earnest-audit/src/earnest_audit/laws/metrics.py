@@ -1,11 +1,18 @@
-"""MR: A metric stays in its range, varies, is neutral for an unchanged policy, and "loss" is the loss.
+"""MR: A metric stays in its range, varies, is neutral for an unchanged policy, "loss" is the loss, and terms that are
+declared to be the whole loss add up to it.
 
-Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}
+L = Σ weight·term + Σ fixed terms
+
+Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
+every term: the setting that weighs it, or 1.0
 How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
-and accuracies have a range by their names. Law MR-FORM uses the same evaluations.
+and accuracies have a range by their names. Then each term by itself: what a thousand times its weight adds to the loss.
+Law MR-FORM uses the same evaluations.
 Exceptions: Counts and settings are constant by nature; only declared metrics, clipped shares and accuracies of pairs
-must vary, unless Metric(moves=False) declares otherwise.
-Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always 0
+must vary, unless Metric(moves=False) declares otherwise. A metric with another normaliser than its term does not add
+up; then declare no weight of 1.0.
+Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always
+0, mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
 
 from __future__ import annotations
@@ -21,7 +28,9 @@ from earnest_audit import edits
 from earnest_audit.law import Law
 from earnest_audit.laws.clipping import clip_range
 from earnest_audit.laws.ratio import on_policy
+from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
+from earnest_audit.step import Raises
 from earnest_audit.verdict import Finding
 
 RECOMPUTED = """MR-FORM: A KL, a ratio or a clipped share is one of the quantities that its name may mean.
@@ -45,7 +54,6 @@ NOT_SHARES = {"learning", "lr", "decay", "growth", "sampling", "token", "tokens"
 RATIOS = {"ratio", "prob", "probability", "importance", "likelihood", "policy", "clip"}  # of these, never below 0
 PAIRED = {"rewards", "reward", "pair", "pairs", "preference", "accuracy", "accuracies", "train"}
 SPREADS = {"mean", "avg", "min", "max"}  # what stands after such a name
-SAMPLERS = ("behaviour", "proximal")
 # Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
 REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
 
@@ -74,9 +82,53 @@ def check(probe: Probe) -> Iterator[Finding]:
         states.append(dict(probe.look(probe.off_policy()).metrics))
     yield from _ranges(probe, states)
     yield from _moves(probe, states)
-    if step.logprobs is not None and step.ratio_role in step.roles:
-        with probe.perturbed():
+    with probe.perturbed():
+        if step.logprobs is not None and step.ratio_role in step.roles:
             yield from _unchanged(probe)
+        if step.fixed:
+            yield from _sums(probe)
+
+
+def _sums(probe: Probe) -> Iterator[Finding]:
+    """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
+    step, reading, subject = probe.step, probe.read(), "the sum of the terms"
+    weights = dict.fromkeys(step.fixed, 1.0)
+    for metric, term in step.terms.items():
+        weights[metric] = -float(step.knobs[term.knob]) if isinstance(term, Raises) else float(step.knobs[term])
+    missing = [m for m in weights if m not in reading.metrics]
+    if missing:
+        what = f"{missing[0]!r} is not returned"
+        yield LAW.finding(subject, what, "returned", False, f"Return {missing[0]!r} as a metric.")
+        return
+    parts = {m: w * reading.metrics[m] for m, w in weights.items()}
+    total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
+    room = max(ROUNDED, probe.coarsest) * scale
+    sums = " + ".join(f"{v:.4g} ({m})" for m, v in parts.items())
+    yield LAW.finding(
+        subject, f"{sums} = {total:.4g}, the loss is {reading.loss:.4g}", f"equal, up to {room:.1g}",
+        abs(total - reading.loss) <= room,
+        "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
+        "is in the loss.",
+    )  # fmt: skip
+    for metric, knob in step.weights.items():
+        try:
+            yield _added(probe, metric, knob, reading.metrics[metric])
+        except Exception:
+            continue  # the step refuses such a weight, as it may
+
+
+def _added(probe: Probe, metric: str, knob: str, value: float) -> Finding:
+    """What the term adds to the loss, per unit of its weight: in the whole sum a small weight would hide it."""
+    weight = STRONG * (float(probe.step.knobs[knob]) or 1.0)
+    there, without = probe.look(None, {knob: weight}).loss, probe.look(None, {knob: 0.0}).loss
+    own = (there - without) / weight * (-1 if isinstance(probe.step.terms[metric], Raises) else 1)
+    grain = 16 * probe.coarsest * max(abs(there), abs(without)) / abs(weight)
+    room = max(ROUNDED, probe.coarsest) * max(abs(own), abs(value)) + grain
+    return LAW.finding(
+        f"term {metric} by itself", f"it adds {own:.4g} per unit of {knob}, the metric is {value:.4g}",
+        f"equal, up to {room:.1g}", abs(own - value) <= room,
+        f"What {knob} weighs is not what is logged as {metric}: another sign, mask or normaliser, or another term.",
+    )  # fmt: skip
 
 
 def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
@@ -146,7 +198,7 @@ def _unchanged(probe: Probe) -> Iterator[Finding]:
     yield from _recomputed(probe)
     batch = on_policy(probe)
     found = probe.look(batch).metrics
-    stored = [batch[probe.step.roles[r]] for r in SAMPLERS if r in probe.step.roles]
+    stored = [batch[probe.step.roles[r]] for r in edits.SAMPLERS if r in probe.step.roles]
     rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
     for name, value in found.items():
         expected = probe.step.neutral.get(name, UNCHANGED.get(name.lower().rsplit("/", 1)[-1]))
@@ -167,7 +219,7 @@ def _recomputed(probe: Probe) -> Iterator[Finding]:
     now = probe.now().double()
     mask = edits.taken(step, now, batch)
     forms: dict[str, list[Tensor]] = {"kl": [], "ratio": [], "clip": []}
-    for role in (r for r in SAMPLERS if r in step.roles):
+    for role in (r for r in edits.SAMPLERS if r in step.roles):
         gap = now - batch[step.roles[role]].double().reshape(now.shape)
         forms["kl"] += [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap]
         forms["ratio"] += [gap.exp()]
@@ -204,7 +256,7 @@ def _to_reference(probe: Probe, now: Tensor, batch: edits.Batch, ratios: list[Te
     there = batch[step.roles["reference"]].double().reshape(now.shape)
     plain = []
     # Of the policy as it is, or (in the reward) as it sampled.
-    for here in (now, *(batch[step.roles[r]].double().reshape(now.shape) for r in SAMPLERS if r in step.roles)):
+    for here in (now, *(batch[step.roles[r]].double().reshape(now.shape) for r in edits.SAMPLERS if r in step.roles)):
         gap = here - there
         plain += [gap, -gap, gap.abs(), gap.square(), gap.square() / 2, (-gap).exp() - 1 + gap, gap.exp() - 1 - gap]
     found = plain + [r * f for r in ratios for f in plain]

@@ -144,7 +144,8 @@ def _pushes_down(probe: Probe, part: Part) -> bool:
     step = probe.step
     if step.logprobs is None or part.less is not None:
         return True
-    slope = probe.slope("reference_rejected", {**step.batch, **_as_reference(step, _now(probe))}, part.knobs)
+    batch = {**step.batch, **_as_reference(step, _now(probe))}
+    slope = probe.slopes(["reference_rejected"], batch, part.knobs).inputs.get("reference_rejected")
     return slope is None or float(slope.sum()) <= 0
 
 

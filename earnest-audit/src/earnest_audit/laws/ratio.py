@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +28,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.limits import NEAR
+from earnest_audit.measure import Slopes
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -105,7 +105,7 @@ def on_policy(probe: Probe) -> edits.Batch:
     return probe.kept_batch("on-policy", make)
 
 
-def shifted(probe: Probe, roles: Sequence[str] = ("behaviour", "proximal"), doubled: bool = False) -> edits.Batch:
+def shifted(probe: Probe, roles: Sequence[str] = edits.SAMPLERS, doubled: bool = False) -> edits.Batch:
     """On-policy, and then log-probs lower by log ρ, which is always legal. A KL to the reference inside the rewards
     is kept constant by shifting the reference too."""
     step = probe.step
@@ -166,26 +166,6 @@ def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
     return min(counts) - SLACK - error <= k <= max(counts) + SLACK + error
 
 
-@dataclass(frozen=True, eq=False)
-class Slopes:
-    """One evaluation: the loss, ∂loss/∂θ, and ∂loss/∂input for declared inputs (None where it does not reach)."""
-
-    loss: float
-    gradient: Gradient
-    inputs: Mapping[str, Tensor | None]
-
-
-def slopes(probe: Probe, roles: Sequence[str], batch: Mapping[str, Any], knobs: Mapping[str, Any]) -> Slopes:
-    step = probe.step
-    keys = {step.roles[r]: r for r in roles if r in step.roles and batch[step.roles[r]].is_floating_point()}
-    leaves = {key: batch[key].detach().clone().requires_grad_() for key in keys}
-    probe.cost += 1
-    value, _ = probe.run({**batch, **leaves}, knobs)
-    found = probe.differentiate(value, [*leaves.values(), *probe.parameters.values()])
-    own = dict(zip(probe.parameters, found[len(leaves) :], strict=True))
-    return Slopes(float(value.detach()), Gradient(own), dict(zip(keys.values(), found[: len(leaves)], strict=True)))
-
-
 def at_one(probe: Probe) -> Slopes:
     """The on-policy batch with all other terms off, evaluated once for all laws that start there."""
     return _kept_slopes(probe, "slopes at ratio 1", lambda: on_policy(probe))
@@ -200,7 +180,7 @@ def _kept_slopes(probe: Probe, name: str, batch: Callable[[], edits.Batch]) -> S
     roles = ("advantages", "behaviour", "proximal", *(("reference",) if "rewards" in probe.step.roles else ()))
 
     def make() -> dict[str, Any]:
-        return {"slopes": slopes(probe, roles, batch(), probe.step.terms_off)}
+        return {"slopes": probe.slopes(roles, batch(), probe.step.terms_off)}
 
     found: Slopes = probe.kept_batch(name, make)["slopes"]
     return found
@@ -254,7 +234,7 @@ def policy(probe: Probe) -> Slopes:
 def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
     """-∂L/∂lp per token: lp enters the loss only as a difference to behaviour and proximal log-probs, so the
     derivatives by these two sum to it. One of the two alone contains a correction's part."""
-    parts = [g for role in ("behaviour", "proximal") if (g := found.get(role)) is not None]
+    parts = [g for role in edits.SAMPLERS if (g := found.get(role)) is not None]
     if not parts:
         return None
     total = torch.stack([p.double() for p in parts]).sum(0)

@@ -11,9 +11,7 @@ Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,9 +21,9 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
-from earnest_audit.laws.finite_difference import is_integral
+from earnest_audit.laws.finite_difference import is_integral, judged, slopes
 from earnest_audit.limits import NEAR
-from earnest_audit.probe import Probe, fresh, result_of, seeded
+from earnest_audit.probe import Probe
 from earnest_audit.restore import observed, put_back
 from earnest_audit.verdict import Finding
 
@@ -41,12 +39,9 @@ def check(probe: Probe) -> Iterator[Finding]:
     if all(p.dtype == torch.float64 for p in probe.parameters.values()):
         yield LAW.not_applicable(step.name, "float64 already")
         return
-    try:
-        shadow = _shadow(step.model)
-    except Exception as error:
-        yield LAW.not_applicable(step.name, f"the model cannot be copied ({type(error).__name__})")
-        return
-    yield from map(_fair(probe), _compare(probe, shadow, "the batch", *_as_it_is(probe)))
+    with probe.perturbed():
+        batch = probe.off_policy()
+    yield from _compare(probe, "the batch", 1.0, batch)
     if not probe.afford(7 / 3 if step.logprobs is None else 3, keep=0):  # two gradients, and looks at the log-probs
         yield LAW.not_applicable("confident outputs", "not checked: the budget is spent")
         return
@@ -54,24 +49,9 @@ def check(probe: Probe) -> Iterator[Finding]:
     if isinstance(state, str):
         yield LAW.not_applicable("confident outputs", state)
     else:
-        yield from map(_fair(probe), _compare(probe, shadow, "confident outputs", *state))
+        yield from _compare(probe, "confident outputs", *state)
     if step.kind == "preference" and {"reference_chosen", "reference_rejected"} <= step.roles.keys():
-        yield from map(_fair(probe), _far_margins(probe, shadow))
-
-
-def _fair(probe: Probe) -> Callable[[Finding], Finding]:
-    why = "The loss differs between two seeds: in float64 other numbers are drawn."
-
-    def judge(found: Finding) -> Finding:
-        drawn = found.outcome == "fails" and probe.random()
-        return LAW.not_applicable(found.subject, "the step is random", why) if drawn else found
-
-    return judge
-
-
-def _as_it_is(probe: Probe) -> tuple[float, edits.Batch]:
-    with probe.perturbed():
-        return 1.0, probe.off_policy()
+        yield from _far_margins(probe)
 
 
 def _confident(probe: Probe) -> tuple[float, edits.Batch] | str:
@@ -116,7 +96,7 @@ def _farthest(probe: Probe) -> float:
     return abs(probe.look(dict(step.batch)).loss) if step.kind == "sft" else FAR
 
 
-def _far_margins(probe: Probe, shadow: nn.Module) -> list[Finding]:
+def _far_margins(probe: Probe) -> list[Finding]:
     """By turns pairs far on the right and on the wrong side of their references: as far as float64 can follow."""
     key = probe.step.roles["reference_chosen"]
     old: Tensor = probe.step.batch[key]
@@ -125,54 +105,38 @@ def _far_margins(probe: Probe, shadow: nn.Module) -> list[Finding]:
         if not probe.afford(2, keep=0):
             break
         far = old + (margin * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
-        rows = list(_compare(probe, shadow, "far margins", 1.0, {**probe.step.batch, key: far}))
+        rows = list(_compare(probe, "far margins", 1.0, {**probe.step.batch, key: far}))
         if rows[0].measured != INFINITE:
             return rows
     return [LAW.not_applicable("far margins", "not checked: the budget is spent, or float64 is not finite either")]
 
 
-def exact(probe: Probe, batch: edits.Batch, settings: Sequence[Mapping[str, Any]]) -> list[Gradient] | None:
-    """The gradients of a float64 copy at these settings; None where it cannot be made or run."""
-    try:
-        shadow = _shadow(probe.step.model)
-        return [_shadow_gradient(probe, shadow, batch, knobs)[0] for knobs in settings]
-    except Exception:
-        return None
+def _compare(probe: Probe, what: str, sharpen: float, batch: edits.Batch) -> Iterator[Finding]:
+    step, own = probe.step, 0.0
+    units, islands = _units(step.model), set[nn.Module]()
+    room = min(0.5, units * probe.floor())
 
+    def notice(module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != torch.float64:
+            islands.add(module)
 
-def _shadow(model: nn.Module) -> nn.Module:
-    """A float64 copy, with the gradient hooks of parameters, which a copy does not have: they are part of the
-    step."""
-    shadow = copy.deepcopy(model).double()
-    twins = dict(shadow.named_parameters())
-    for name, p in model.named_parameters():
-        for hook in (p._backward_hooks or {}).values():
-            twins[name].register_hook(hook)
-    return shadow
-
-
-def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float, batch: edits.Batch) -> Iterator[Finding]:
-    step = probe.step
-    head, twin = _head(step.model), _head(shadow)
-    units = _units(step.model)
-    room, own = min(0.5, units * probe.floor()), 0.0
-    slope: Finding | None = None
-    with probe.perturbed(), _scaled(head, sharpen), _scaled(twin, sharpen), torch.no_grad():
-        lifted = dict(shadow.named_parameters())
-        for name, p in probe.parameters.items():
-            if sharpen == 1.0 or p is not head:
-                lifted[name].copy_(p.double())
+    with probe.perturbed(), _scaled(_head(step.model), sharpen):
         mine = probe.gradient(batch if sharpen == 1.0 else dict(batch))
+        lifted = edits.lifted(batch, torch.float64)
         try:
-            theirs, islands = _shadow_gradient(probe, shadow, batch)
+            shadow = probe.twin(torch.float64)
+            with observed(shadow.step.model.modules(), notice):
+                theirs = shadow.gradient(lifted)
         except Exception as error:
-            yield LAW.not_applicable(what, f"the shadow cannot run ({str(error)[:60]})")
+            yield LAW.refused(what, error, "a float64 copy cannot be run")
             return
-        change = mine.distance(theirs)
-        if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
-            own = _conditioning(probe, shadow, batch, theirs)
-        if what == "the batch" and is_integral(step) and step.precision is None:
-            slope = _slope(probe, shadow, batch, theirs)
+    change = mine.distance(theirs)
+    if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
+        own = theirs.distance(_nudged(probe, shadow, lifted))
+    slope = None
+    if what == "the batch" and is_integral(step) and step.precision is None and probe.afford(2, keep=0):
+        slope = slopes(shadow, lifted, NEAR, theirs, lengths=LENGTHS)
+    probe.cost += shadow.cost
     if theirs.norm() == 0 and mine.norm() > 0:
         yield LAW.not_applicable(what, "the loss does not use the model that it is given")
         return
@@ -184,46 +148,20 @@ def _compare(probe: Probe, shadow: nn.Module, what: str, sharpen: float, batch: 
         yield LAW.not_applicable(what, why)
         return
     room = min(0.5, max(room, units * own))
-    yield LAW.finding(
-        what, f"float64 differs by {change:.2g}" + (f" ({islands} modules stay in fp32)" if islands else ""),
-        f"≤ {room:.2g}", change <= room,
+    aside = f" ({len(islands)} modules stay in fp32)" if islands else ""
+    yield probe.fair(LAW.finding(
+        what, f"float64 differs by {change:.2g}{aside}", f"≤ {room:.2g}", change <= room,
         "The step loses its gradient to rounding or overflow: log(softmax(x)), log(sigmoid(x)) or log(1 - p) far out, "
         "an eps that is 0 in this dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (log_softmax, "
         "logsigmoid, log1mexp, logsumexp).",
-    )  # fmt: skip
+    ))  # fmt: skip
     if slope is not None:
-        yield slope
-
-
-def _slope(probe: Probe, shadow: nn.Module, batch: edits.Batch, gradient: Gradient) -> Finding | None:
-    """The finite difference inside the copy, over steps that only rounding in the loss's own code can hide."""
-    size, own = gradient.norm(), dict(shadow.named_parameters())
-    if size == 0 or not gradient.finite() or not probe.afford(2, keep=0):
-        return None
-    slope = grain = math.inf
-    for reach in map(probe.reach, LENGTHS):
-        values = []
-        for sign in (+1, -1):
-            with put_back([own[n] for n in probe.parameters]), seeded(probe.step.seed), torch.no_grad():
-                for n, g in gradient.parts.items():
-                    own[n].add_(0.0 if g is None else g * (sign * reach / size))
-                probe.cost += 1 / 3
-                lifted = edits.lifted(fresh(batch), torch.float64)
-                values.append(float(result_of(probe.step.loss(shadow, lifted, **probe.settings()))[0]))
-        found = (values[0] - values[1]) / (2 * reach)
-        slope = found if abs(found - size) < abs(slope - size) else slope
-        grain = min(grain, 4 * torch.finfo(torch.float32).eps * max(map(abs, values)) / (2 * reach))
-        if abs(slope - size) <= NEAR * size:
-            break
-    subject, off = "slopes inside the float64 copy", abs(slope - size)
-    if NEAR * size < off <= grain:
-        return LAW.not_applicable(subject, f"the slope is known up to {grain:.2g} only")
-    return LAW.finding(
-        subject, f"finite difference {slope:.4g}, gradient {size:.4g}", f"within {NEAR:.0%}", off <= NEAR * size,
-        "Even in float64 the loss moves in stairs, or not as its gradient: its own code rounds on the way (a cast to "
-        "16 bits, a round), or a part has no gradient. Where a straight-through gradient is intended, declare "
-        "value_is_loss=False.",
-    )  # fmt: skip
+        yield probe.fair(judged(
+            LAW, "slopes inside the float64 copy", slope, NEAR,
+            "Even in float64 the loss moves in stairs, or not as its gradient: its own code rounds on the way (a cast "
+            "to 16 bits, a round), or a part has no gradient. Where a straight-through gradient is intended, declare "
+            "value_is_loss=False.",
+        ))  # fmt: skip
 
 
 def _units(model: nn.Module) -> float:
@@ -233,35 +171,16 @@ def _units(model: nn.Module) -> float:
     return 64 * max(1.0, (leaves / 16) ** 0.5)
 
 
-def _shadow_gradient(
-    probe: Probe, shadow: nn.Module, batch: edits.Batch, knobs: Mapping[str, Any] | None = None
-) -> tuple[Gradient, int]:
-    step = probe.step
-    lifted = edits.lifted(fresh(batch), torch.float64)
-    islands: set[nn.Module] = set()
-
-    def notice(module: nn.Module, _args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != torch.float64:
-            islands.add(module)
-
-    with observed(shadow.modules(), notice), seeded(step.seed), torch.enable_grad():
-        probe.cost += 1
-        result = step.loss(shadow, lifted, **probe.settings(knobs))
-        own = dict(shadow.named_parameters())
-        found = probe.differentiate(result_of(result)[0], [own[n] for n in probe.parameters])
-    return Gradient(dict(zip(probe.parameters, found, strict=True))), len(islands)
-
-
-def _conditioning(probe: Probe, shadow: nn.Module, batch: edits.Batch, exact: Gradient) -> float:
-    """How far the exact gradient moves when every weight, a frozen one too, does by a unit in the model's own last
-    place: the effect that rounding alone may have on a correct step."""
-    rng = torch.Generator().manual_seed(probe.step.seed + 23)
-    with put_back(shadow.parameters()):
+def _nudged(probe: Probe, shadow: Probe, batch: edits.Batch) -> Gradient:
+    """The exact gradient where every weight, a frozen one too, is off by a unit in the model's own last place: what
+    rounding alone may do to a correct step."""
+    rng, weights = torch.Generator().manual_seed(probe.step.seed + 23), list(shadow.step.model.parameters())
+    with put_back(weights):
         with torch.no_grad():
-            for p in shadow.parameters():
+            for p in weights:
                 sign = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
                 p.addcmul_(p.abs(), sign, value=probe.coarsest)
-        return exact.distance(_shadow_gradient(probe, shadow, batch)[0])
+        return shadow.gradient(batch)
 
 
 def _head(model: nn.Module) -> Tensor | None:
