@@ -10,7 +10,7 @@ from torch import nn
 
 from earnest_audit import edits
 from earnest_audit.inference import infer
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
 from earnest_audit.places import caller, place_of
 from earnest_audit.probe import Probe
@@ -105,5 +105,7 @@ def checked(law: Law, probe: Probe) -> Iterator[Finding]:
     try:
         with probe.perturbed() if law.perturbed else nullcontext():
             yield from law.check(probe)
+    except Ends as last:
+        yield last.row
     except Exception as error:
         yield unchecked(law.code, law.name, error)

@@ -11,10 +11,19 @@ from typing import Any, Literal
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding, LawOutcome, judged, unchecked
 
+Rows = Iterator[Finding]
 Tier = Literal["core", "contrib"]
 SECTIONS = ("Needs", "How", "Exceptions", "Detects")
 Ask = tuple[str, str, Callable[[Step], bool]]
 """A subject, the declaration that it needs, and whether that is given: where it is not, the row is "not declared"."""
+
+
+class Ends(Exception):
+    """Raised by a law, or by a part of one: ``row`` is its last row."""
+
+    def __init__(self, row: Finding) -> None:
+        super().__init__(str(row))
+        self.row = row
 
 
 def always(_: Step) -> bool:
@@ -32,7 +41,7 @@ class Law:
     code: str
     name: str
     text: str | None
-    check: Callable[[Any], Iterator[Finding]]  # of a Probe; a subject's law: of the subject
+    check: Callable[[Any], Rows]  # of a Probe; a subject's law: of the subject
     tier: Tier = "core"
     quick: bool = True  # cheap enough for --quick
     from_start: bool = False  # judged where training begins, also where terms are inactive there by design

@@ -27,7 +27,7 @@ import torch
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Batch, buffers
 from earnest_audit.measure import Reading as Reading
 from earnest_audit.measure import fresh as fresh
@@ -108,8 +108,18 @@ class Probe(States):
         for subject, part in parts.items():
             try:
                 yield from part
+            except Ends as last:
+                yield last.row
             except Exception as error:
                 yield self.law.unchecked(subject, error)
+
+    @contextmanager
+    def may_refuse(self, subject: str, what: str = "cannot be run") -> Iterator[None]:
+        """Inside is an edit that the step may refuse: then the law, or this part of it, ends with a row for that."""
+        try:
+            yield
+        except Exception as error:
+            raise Ends(self.law.refused(subject, error, what)) from error
 
     def guessed(self, subject: str, readings: Iterable[Callable[[], Finding]], declare: str) -> Finding:
         """The row of the first reading, which is declared or a guess. Where that fails and another one holds, only a
@@ -158,8 +168,10 @@ class Probe(States):
         for name, p in self.step.model.named_parameters():
             for hook in (p._backward_hooks or {}).values():
                 copies[name].register_hook(hook)
-        own = {"model": model, "batch": edits.lifted(self.step.batch, dtype), "precision": None}
-        found = Probe(replace(self.step, **own, optimizer=None, clipped=None, backward=None, update=None))
+        found = Probe(replace(
+            self.step, model=model, batch=edits.lifted(self.step.batch, dtype), precision=None, optimizer=None,
+            clipped=None, backward=None, update=None,
+        ))  # fmt: skip
         found._by_backward = self._by_backward
         return found
 

@@ -20,19 +20,65 @@ GAP = 0.1  # mean |log ratio| of an unchanged policy; engines in 16 bits differ 
 
 
 @dataclass
+class Share:
+    """A share over all looks: it fails where it has been 0 (``empty``) or 1 (``full``) all the time."""
+
+    law: str
+    subject: str
+    declare: str
+    empty: bool
+    full: bool
+    meaning: str
+    part: int = 0
+    whole: int = 0
+    looks: int = 0
+
+    def add(self, on: Tensor, whole: int | None = None) -> None:
+        self.part += int((on != 0).sum())
+        self.whole += on.numel() if whole is None else whole
+        self.looks += 1
+
+    def finding(self) -> Finding:
+        if not self.whole:
+            return not_declared(self.law, self.subject, self.declare)
+        limits = [text for wrong, text in ((self.empty, "above 0 %"), (self.full, "below 100 %")) if wrong]
+        wrong = (self.empty and self.part == 0) or (self.full and self.part == self.whole)
+        outcome: LawOutcome | bool = "not applicable" if wrong and self.looks < ENOUGH else not wrong
+        measured = f"{self.part / self.whole:.0%} in {self.looks} looks"
+        return judged(self.law, self.subject, measured, ", ".join(limits), outcome, self.meaning)
+
+
+def _shares() -> dict[str, Share]:
+    return {
+        "mask": Share(
+            "CV", "supervised share", "mask=…", True, False,
+            "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span, "
+            "or labels are all -100.",
+        ),
+        "advantages": Share(
+            "GL", "groups without a signal", "advantages=…", False, True,
+            "Every group's advantages are all 0: all answers to a prompt get the same reward, or a group is one "
+            "answer. Nothing is learned.",
+        ),
+        "truncated": Share(
+            "CV", "answers cut at the limit", "truncated=…", False, True,
+            "Every answer hits the length limit: none ever ends, and rewards see torn answers.",
+        ),
+        "ends": Share(
+            "CV", "ends of answers, supervised", "ends=…", True, False,
+            "No end token is ever supervised, though answers end with one: the model never learns to stop. Where the "
+            "padding token is the end token, a collator that masks the one masks the other: give the tokenizer a "
+            "padding token of its own, or mask by the attention mask.",
+        ),
+    }  # fmt: skip
+
+
+@dataclass
 class Signals:
     """Counts over the looks at a run."""
 
-    looks: dict[str, int] = field(default_factory=dict)
-    supervised: int = 0
-    tokens: int = 0
-    flat_groups: int = 0
-    groups: int = 0
-    cut: int = 0
-    answers: int = 0
-    ended: int = 0
-    endings: int = 0
-    gap: float = 0.0  # the largest mean |log ratio| right after sampling
+    shares: dict[str, Share] = field(default_factory=_shares)
+    gap: float | None = None  # the largest mean |log ratio| right after sampling
     all_supervised: bool = False  # prompts are meant to be supervised too
 
     def check_names(self, signals: dict[str, object]) -> None:
@@ -55,80 +101,25 @@ class Signals:
         """
         self.check_names(signals)
         given = {k: v for k, v in signals.items() if isinstance(v, Tensor)}
-        mask = given.get("mask")
+        mask, shown = given.get("mask"), given.get("attention")
         if mask is not None:
-            self._supervised(mask, given.get("attention"))
+            self.shares["mask"].add(mask, None if shown is None else int((shown != 0).sum()))
+            self.shares["mask"].full |= shown is not None and not self.all_supervised
         if "advantages" in given:
-            self._groups(given["advantages"], given.get("group"), mask)
-        if "truncated" in given:
-            self._count("truncated")
-            self.cut += int((given["truncated"] != 0).sum())
-            self.answers += given["truncated"].numel()
-        if "ends" in given and given["ends"].numel():
-            self._count("ends")
-            self.ended += int((given["ends"] != 0).sum())
-            self.endings += given["ends"].numel()
+            self.shares["advantages"].add(_flat_groups(given["advantages"], given.get("group"), mask))
+        for name in ("truncated", "ends"):
+            if name in given and given[name].numel():
+                self.shares[name].add(given[name])
         if "logprobs" in given and "behaviour" in given and not signals.get("stale"):
-            self._mismatch(given["logprobs"], given["behaviour"], mask)
+            gap = (given["logprobs"].detach().double() - given["behaviour"].detach().double()).abs()
+            on = _on(mask, gap)
+            self.gap = max(self.gap or 0.0, float(gap[on].mean()) if bool(on.any()) else 0.0)
         yield from (f for f in self.findings() if f.outcome == "fails")
-
-    def _count(self, name: str) -> None:
-        self.looks[name] = self.looks.get(name, 0) + 1
-
-    def _supervised(self, mask: Tensor, attention: Tensor | None) -> None:
-        self._count("mask" if attention is None else "attention")
-        self.supervised += int((mask != 0).sum())
-        self.tokens += mask.numel() if attention is None else int((attention != 0).sum())
-
-    def _groups(self, advantages: Tensor, group: Tensor | None, mask: Tensor | None) -> None:
-        """A group whose advantages are all 0 has a zero gradient."""
-        self._count("advantages")
-        a = advantages.detach()
-        if a.ndim > 1:
-            on = mask != 0 if mask is not None and mask.shape == a.shape else torch.ones_like(a, dtype=torch.bool)
-            row = ((a != 0) & on).flatten(1).any(-1)
-        else:
-            row = a != 0
-        _, index = torch.unique(group if group is not None else torch.arange(len(row)), return_inverse=True)
-        live = torch.zeros(int(index.max()) + 1, dtype=torch.long, device=row.device)
-        live.index_add_(0, index.to(row.device), row.long())
-        self.groups += len(live)
-        self.flat_groups += int((live == 0).sum())
-
-    def _mismatch(self, logprobs: Tensor, behaviour: Tensor, mask: Tensor | None) -> None:
-        self._count("behaviour")
-        gap = (logprobs.detach().double() - behaviour.detach().double()).abs()
-        on = mask != 0 if mask is not None and mask.shape == gap.shape else torch.ones_like(gap, dtype=torch.bool)
-        if bool(on.any()):
-            self.gap = max(self.gap, float(gap[on].mean()))
 
     def findings(self) -> Iterator[Finding]:
         """One row per signal, up to now."""
-        yield self._share(
-            "CV", "supervised share", self.supervised, self.tokens, max(map(self._seen, ("mask", "attention"))),
-            "mask=…", full=bool(self._seen("attention")) and not self.all_supervised,
-            meaning="Nothing is supervised, or everything is, the prompt included: the chat template marks no "
-            "assistant span, or labels are all -100.",
-        )  # fmt: skip
-        yield self._share(
-            "GL", "groups without a signal", self.flat_groups, self.groups, self._seen("advantages"), "advantages=…",
-            full=True, empty=False,
-            meaning="Every group's advantages are all 0: all answers to a prompt get the same reward, or a group is "
-            "one answer. Nothing is learned.",
-        )  # fmt: skip
-        yield self._share(
-            "CV", "answers cut at the limit", self.cut, self.answers, self._seen("truncated"), "truncated=…",
-            full=True, empty=False,
-            meaning="Every answer hits the length limit: none ever ends, and rewards see torn answers.",
-        )  # fmt: skip
-        if self._seen("ends"):
-            yield self._share(
-                "CV", "ends of answers, supervised", self.ended, self.endings, self._seen("ends"), "ends=…", full=False,
-                meaning="No end token is ever supervised, though answers end with one: the model never learns to stop. "
-                "Where the padding token is the end token, a collator that masks the one masks the other: give the "
-                "tokenizer a padding token of its own, or mask by the attention mask.",
-            )  # fmt: skip
-        if not self._seen("behaviour"):
+        yield from (share.finding() for name, share in self.shares.items() if share.looks or name != "ends")
+        if self.gap is None:
             yield not_declared("RT", "sampler = trainer", "logprobs=… and behaviour=…")
             return
         yield judged(
@@ -138,18 +129,16 @@ class Signals:
             "on one side only, weights did not arrive, or tokens are shifted by one.",
         )  # fmt: skip
 
-    def _seen(self, name: str) -> int:
-        return self.looks.get(name, 0)
 
-    def _share(
-        self, law: str, subject: str, part: int, whole: int, looks: int, what: str, *, full: bool, empty: bool = True,
-        meaning: str,
-    ) -> Finding:  # fmt: skip
-        """Fails where the share has been 0 (``empty``) or 1 (``full``) all the time."""
-        if not looks or not whole:
-            return not_declared(law, subject, what)
-        limits = [text for wrong, text in ((empty, "above 0 %"), (full, "below 100 %")) if wrong]
-        measured, expected = f"{part / whole:.0%} in {looks} looks", ", ".join(limits)
-        wrong = (empty and part == 0) or (full and part == whole)
-        outcome: LawOutcome | bool = "not applicable" if wrong and looks < ENOUGH else not wrong
-        return judged(law, subject, measured, expected, outcome, meaning)
+def _on(mask: Tensor | None, like: Tensor) -> Tensor:
+    """Where the loss is taken; everywhere where no mask of this shape is given."""
+    return mask != 0 if mask is not None and mask.shape == like.shape else torch.ones_like(like, dtype=torch.bool)
+
+
+def _flat_groups(advantages: Tensor, group: Tensor | None, mask: Tensor | None) -> Tensor:
+    """Per group whether all its advantages are 0: it has a zero gradient."""
+    a = advantages.detach()
+    row = ((a != 0) & _on(mask, a)).flatten(1).any(-1) if a.ndim > 1 else a != 0
+    _, index = torch.unique(group if group is not None else torch.arange(len(row)), return_inverse=True)
+    live = torch.zeros(int(index.max()) + 1, dtype=torch.long, device=row.device)
+    return live.index_add_(0, index.to(row.device), row.long()) == 0

@@ -12,16 +12,13 @@ Detects: CLaaS' k3 with the wrong sign, k1 as a loss, a KL that is logged and no
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
-from earnest_audit.verdict import Finding
 
 SUBJECT = "a penalty at the reference"
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     named = {m: t for m, t in step.terms.items() if isinstance(t, str) and _about_the_reference(m)}
     if not named or step.logprobs is None:
@@ -30,8 +27,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     key, away = step.roles["reference"], probe.off_policy()
     if probe.now().shape != away[key].shape:
-        yield LAW.not_applicable(SUBJECT, "other shapes than logprobs has")
-        return
+        raise Ends(LAW.not_applicable(SUBJECT, "other shapes than logprobs has"))
     at, room = probe.as_policy(away, ("reference",)), max(probe.tolerance, 1e-3)
     for metric, knob in named.items():
         weight = float(step.knobs[knob]) or 1.0

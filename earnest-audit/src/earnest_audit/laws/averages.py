@@ -13,11 +13,10 @@ Detects: TRL #6121 (an entropy that counts padding), a KL that is summed and log
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import partial
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.masks import WIDE
 from earnest_audit.probe import Probe, Reading
 from earnest_audit.verdict import Finding
@@ -29,12 +28,11 @@ APART = {"sum", "total", "count", "num", "tokens", "max", "min", "pad", "padding
          "var", "time", "step", "lr", "sec"}  # fmt: skip
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     names = [n for n in probe.look().metrics if is_average(probe, n)]
     if not names:
-        yield LAW.not_applicable("averages", "no metric that is known to be one")
-        return
+        raise Ends(LAW.not_applicable("averages", "no metric that is known to be one"))
     with probe.perturbed():
         here = probe.look()
         if step.value("ids") is not None and edits.supervised(step) is not None:

@@ -24,10 +24,9 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.facts import CLIPS
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy, token_weights, whitening
 from earnest_audit.probe import Probe
-from earnest_audit.verdict import Finding
 
 DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
@@ -39,37 +38,31 @@ MEANING = (
 )
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     low, high = clip_range(probe)
     if not step.knobs:
-        yield LAW.not_declared("clip", 'settings={name: Setting(value, "clip")}, if the loss clips the ratio,')
-        return
+        raise Ends(LAW.not_declared("clip", 'settings={name: Setting(value, "clip")}, if the loss clips the ratio,'))
     if low is None or high is None:
-        yield LAW.not_applicable("clip", "no setting is a clip with a value below 1")
-        return
+        raise Ends(LAW.not_applicable("clip", "no setting is a clip with a value below 1"))
     if step.logprobs is None:
-        yield LAW.not_declared("clip", "logprobs=lambda model, batch: …")
-        return
+        raise Ends(LAW.not_declared("clip", "logprobs=lambda model, batch: …"))
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
     # Where the step whitens, the sign of a row's advantage in the loss differs from the given one.
     how = whitening(probe) if "advantages" in step.roles else None
     pulls = how if how is not None else _pulls(probe, cases, step.terms_off)
     if isinstance(pulls, str):
-        yield LAW.not_applicable("clip", pulls)
-        return
+        raise Ends(LAW.not_applicable("clip", pulls))
     if not _right(pulls):
         again = _pulls(probe, cases, step.terms_off, rows=True)
         pulls = again if not isinstance(again, str) and _right(again) else pulls
     if step.drops_tokens and not _right(pulls):
-        yield LAW.not_applicable("clip", "tokens are dropped by declaration")
-        return
+        raise Ends(LAW.not_applicable("clip", "tokens are dropped by declaration"))
     inside, done, undone = pulls
     if (inside <= INSIDE or undone <= UNDONE) and (other := _other_threshold(probe, cases)) is not None:
         why = f"{other} removes tokens here, and not the clip."
-        yield LAW.not_applicable("clip", f"no gradient inside its range, unless {other} is far away", why)
-        return
+        raise Ends(LAW.not_applicable("clip", f"no gradient inside its range, unless {other} is far away", why))
     for subject, measured, expected, holds in (
         ("inside the clip range", inside, "every token has a gradient", inside > INSIDE),
         ("outside, already done", done, "a smaller gradient than inside", done < DONE),

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -26,7 +26,7 @@ ROWS = 2
 ANSWERS, POSITIONS = "every answer's last token", "every supervised position"
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     on = edits.supervised(step)
     if step.kind == "preference" and set(edits.SIDES) <= step.roles.keys():
@@ -34,8 +34,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         if on is None:
             return
     if on is None:
-        yield LAW.not_declared("supervised positions", 'roles={"mask": …} or {"labels": …}')
-        return
+        raise Ends(LAW.not_declared("supervised positions", 'roles={"mask": …} or {"labels": …}'))
     on = on if on.ndim == 2 else on.flatten(2).any(-1) if on.ndim > 2 else on[:, None]
     share = _share(step.value("attention"), on)
     ids = step.value("ids")

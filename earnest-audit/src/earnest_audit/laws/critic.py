@@ -14,13 +14,12 @@ Detects: openai/baselines #765 (minimum of the two squares), returns - V(θ) tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
@@ -28,7 +27,7 @@ FAR = 1e3  # times the largest value or return: no clip range reaches there
 VALUES, UNTOUCHED = "old values that are far away", "the policy's loss has no gradient in the critic"
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     if {"values", "returns"} <= step.roles.keys() and "rewards" not in step.roles:
         yield _larger_error(probe)

@@ -9,18 +9,15 @@ Detects: sign errors, swapped chosen and rejected, a step that moves away as in 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.step import Raises
-from earnest_audit.verdict import Finding
 
 STEP = 3e-3  # of the parameters' norm
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step, batch = probe.step, probe.off_policy()
     for metric, term in step.terms.items():
         knob, wanted = step.weights[metric], +1 if isinstance(term, Raises) else -1

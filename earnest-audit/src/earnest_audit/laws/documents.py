@@ -1,14 +1,14 @@
 """MI-PACKED: Documents in one packed row are independent: ids and signals of the others do not matter, the gradient of
 a later document equals its gradient when it is alone in the row, and its first token is not a target.
 
-other documents     one document of a row is supervised: ids and signals of the others do not matter
+other documents     every second document of a row is supervised: ids and signals of the others do not matter
 sums along the row  tokens of one document and rewards, values or returns of the next: their effects add up
 alone               a later document without what precedes it has the same gradient (positions begin again)
 first tokens        a document's first token is not predicted from the document before it
 
 Needs: roles documents and ids beside mask or labels; positions, where the batch has them
-How: One document is supervised while the others are changed; tokens of one and signals of the next are changed; what
-precedes a later one is cut off; only first tokens are supervised.
+How: Every second document is supervised while the others are changed; tokens of one and signals of the next are
+changed; what precedes a later one is cut off; only first tokens are supervised.
 Exceptions: Rotary positions may run on, since only distances matter; so gradients are compared, not ids. A first token
 that all documents share (BOS after EOS) may be supervised. Batches with cu_seqlens cannot be cut.
 Detects: TRL #4170, torchtitan #4075, nanoVLM #201, GAE that runs on across packed documents
@@ -17,14 +17,13 @@ Detects: TRL #4170, torchtitan #4075, nanoVLM #201, GAE that runs on across pack
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.masks import WIDE
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
@@ -38,18 +37,16 @@ def declared(step: Step) -> bool:
     return None not in (step.value("documents"), step.value("ids"), edits.supervised(step))
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     documents, ids, on = (step.batch[step.roles["documents"]], step.batch[step.roles["ids"]], edits.supervised(step))
     assert on is not None
     if documents.shape != ids.shape or on.shape[0] != ids.shape[0] or ids.shape[1] - on.shape[1] not in (0, 1):
         why = f"documents {tuple(documents.shape)}, ids {tuple(ids.shape)} and the mask {tuple(on.shape)} do not fit"
-        yield LAW.not_applicable(PACKED, why)
-        return
+        raise Ends(LAW.not_applicable(PACKED, why))
     begins = edits.begins(documents)
     if not bool(begins.any()):
-        yield LAW.not_applicable(PACKED, "every row is one document")
-        return
+        raise Ends(LAW.not_applicable(PACKED, "every row is one document"))
     yield from probe.tried({
         PACKED: _others(probe, begins), SUMS: _sums(probe, begins), ALONE: _alone(probe, begins),
         FIRST: _first(probe, begins),
@@ -65,33 +62,26 @@ def _whole(probe: Probe) -> Tensor:
     return found
 
 
-def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
-    """One document of a row is supervised, and the others are changed. Attention leaks forwards only; returns that are
-    summed from the end leak backwards, so a document is chosen that has others on both sides, or two passes are
-    made."""
-    step = probe.step
-    number = begins.long().cumsum(-1)
+def _others(probe: Probe, begins: Tensor) -> Rows:
+    """Every second document of a row is supervised, and the others are changed. Attention leaks forwards only; returns
+    that are summed from the end leak backwards, so where there are signals the others are supervised, too."""
+    step, number = probe.step, begins.long().cumsum(-1)
     # A document's first token is predicted from another document's last: edges are not supervised.
     edges = begins if edits.in_place(step) else begins | begins.roll(1, dims=-1) | begins.roll(-1, dims=-1)
-    inside = _whole(probe) & ~edges
+    inside = _whole(probe) & ~edges & (number[:, -1:] > 0)
     signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
-    first = _supervised_documents(number, inside, 0)
-    passes = [] if first is None else [first]
-    behind = first is not None and any(doc < int(number[row, -1]) for row, doc in first.items())
-    if first and signals and not behind and (second := _supervised_documents(number, inside, 1)) is not None:
-        passes.append(second)
-    changes: list[float] = []
-    for chosen in passes:
-        doc = torch.full((len(number), 1), -1, device=number.device, dtype=number.dtype)
-        for row, chosen_one in chosen.items():
-            doc[row] = chosen_one
-        batch = edits.only(step, step.batch, inside & (number == doc))
+    key, changes = step.roles["ids"], list[float]()
+    ids: Tensor = step.batch[key]
+    for turn in (1, 0):
+        batch, others = edits.only(step, step.batch, inside & (number % 2 == turn)), number % 2 != turn
+        if changes and not signals:
+            break
         before = probe.gradient(batch)
         if before.norm() > 0:
-            changes.append(before.distance(probe.gradient(_changed(probe, batch, number != doc, signals))))
+            changed = {**batch, key: edits.other_ids(step, ids, others & (ids >= 0))}
+            changes.append(before.distance(probe.gradient(_signals(probe, changed, others, signals))))
     if not changes:
-        yield LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row")
-        return
+        raise Ends(LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row"))
     yield probe.same(
         PACKED, max(changes),
         "Documents of one packed row depend on each other. Either attention does not know the packing (position ids, "
@@ -99,27 +89,7 @@ def _others(probe: Probe, begins: Tensor) -> Iterator[Finding]:
     )  # fmt: skip
 
 
-def _supervised_documents(number: Tensor, inside: Tensor, turn: int) -> dict[int, int] | None:
-    """For every packed row the document that is supervised: one in the middle, or by turns the last and the first."""
-    chosen: dict[int, int] = {}
-    for row in range(len(number)):
-        last, taken = int(number[row, -1]), number[row][inside[row]].unique().tolist()
-        if last == 0 or not taken:
-            continue
-        middle = [d for d in taken if 0 < d < last]
-        chosen[row] = middle[len(middle) // 2] if middle else taken[-1 if turn % 2 == 0 else 0]
-        turn += 0 if middle else 1
-    return chosen or None
-
-
-def _changed(probe: Probe, batch: edits.Batch, where: Tensor, signals: list[str]) -> edits.Batch:
-    """Other ids and other signals there."""
-    key = probe.step.roles["ids"]
-    ids: Tensor = probe.step.batch[key]
-    return _signals(probe, {**batch, key: edits.other_ids(probe.step, ids, where & (ids >= 0))}, where, signals)
-
-
-def _sums(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+def _sums(probe: Probe, begins: Tensor) -> Rows:
     """Other tokens in every second document, other signals in the rest, and both: where documents do not reach into
     each other, the two effects add up. (A mask that silences one of them would hide a sum that heeds the mask.)"""
     step = probe.step
@@ -155,15 +125,14 @@ def _signals(probe: Probe, batch: edits.Batch, where: Tensor, roles: list[str]) 
     return batch
 
 
-def _alone(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+def _alone(probe: Probe, begins: Tensor) -> Rows:
     """A row that begins with its second document. Loss values first; gradients where these differ."""
     step, places = probe.step, torch.arange(begins.shape[1], device=begins.device)
     inside_later = _whole(probe) & (begins.long().cumsum(-1) > 0) & ~begins
     rows = inside_later.any(-1).nonzero()[:, 0].tolist()
     why = "rows interact by declaration" if step.rows_interact else _other_shapes(probe)
     if why is not None or not rows:
-        yield LAW.not_applicable(ALONE, why or "no loss is taken inside a later document")
-        return
+        raise Ends(LAW.not_applicable(ALONE, why or "no loss is taken inside a later document"))
     start = int(begins[rows[0]].long().argmax())
     row = edits.only(step, edits.take_rows(step, torch.tensor(rows[:1])), (places > start)[None])
 
@@ -201,23 +170,21 @@ def _other_shapes(probe: Probe) -> str | None:
     return None
 
 
-def _first(probe: Probe, begins: Tensor) -> Iterator[Finding]:
+def _first(probe: Probe, begins: Tensor) -> Rows:
     """Only documents' first tokens are supervised, where the batch supervises them: they must have no effect."""
     step = probe.step
     ids, labels, mask = step.value("ids"), step.value("labels"), step.value("mask")
     assert ids is not None
     ahead = edits.ahead(step)
     if not (ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])):
-        yield LAW.not_applicable(FIRST, "it is not known which label belongs to which token")
-        return
+        raise Ends(LAW.not_applicable(FIRST, "it is not known which label belongs to which token"))
     where = begins.roll(-1, dims=-1) if ahead else begins
     keep = _whole(probe) & where
     shown = ids[begins & (keep.roll(1, dims=-1) if ahead else keep)].unique()
     if len(shown) < 2:
         # The same token begins every document: learning that it follows an end is harmless, and often intended.
         what = "none is supervised" if len(shown) == 0 else "all documents begin with the same token"
-        yield LAW.finding(FIRST, what, "no gradient", True if len(shown) == 0 else "not applicable")
-        return
+        raise Ends(LAW.finding(FIRST, what, "no gradient", True if len(shown) == 0 else "not applicable"))
     batch, quiet, pull = edits.only(step, step.batch, keep), step.terms_off, 0.0
     value = probe.look(batch, quiet).loss
     if math.isfinite(value) and value != 0:

@@ -11,13 +11,11 @@ Detects: an entropy bonus from the sampled tokens' log-probs, whose expected gra
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -31,11 +29,12 @@ def terms(step: Step) -> list[str]:
     return named if step.kind == "policy gradient" else []
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step, named, spot = probe.step, terms(probe.step), _last(probe)
     if spot is None:
-        yield LAW.not_declared(f"term {named[0]} and the sampled tokens", 'roles={"ids": …, "mask": …}, side by side')
-        return
+        raise Ends(
+            LAW.not_declared(f"term {named[0]} and the sampled tokens", 'roles={"ids": …, "mask": …}, side by side')
+        )
     base, first = probe.look().metrics, _other(probe, spot, 1)
     there = probe.look(first).metrics
     for metric in (m for m in named if m in base and m in there):

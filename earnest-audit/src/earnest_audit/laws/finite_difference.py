@@ -16,14 +16,14 @@ Detects: SkyRL #1353, TRL #4499, hand-written backwards that are right only for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.limits import NEAR, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.restore import with_dropout
@@ -49,7 +49,7 @@ def is_integral(step: Step) -> bool | None:
     return True if given else None
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     if not is_integral(step):
         yield LAW.not_applicable(step.name, "stop-gradients by declaration") if step.value_is_loss is False else (
@@ -67,8 +67,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         room = max(0.75 if probe.coarse else NEAR, 4 * probe.tolerance)
         if room >= TOO_COARSE:
             why = "A slope of 0 would pass; audit the step on an fp32 copy of the model to have this checked."
-            yield LAW.finding(step.name, f"only within {room:.0%} in this dtype", "-", "not declared", why)
-            return
+            raise Ends(LAW.finding(step.name, f"only within {room:.0%} in this dtype", "-", "not declared", why))
     measured = wide or probe  # whether value and gradient agree does not depend on the precision
     with measured.perturbed():
         batch = measured.off_policy()
@@ -104,7 +103,7 @@ def _term(probe: Probe, batch: edits.Batch, subject: str, knob: str) -> Finding:
     return judged(LAW, subject, slopes(probe, batch, NEAR, own, whole, strong), NEAR)
 
 
-def _with_dropout(probe: Probe) -> Iterator[Finding]:
+def _with_dropout(probe: Probe) -> Rows:
     """A backward that runs a part of the forward again has to draw the same masks."""
     batch = dict(probe.step.batch)  # a copy: readings of the declared one are kept, and have no dropout
     with with_dropout(probe.step.model) as rates:

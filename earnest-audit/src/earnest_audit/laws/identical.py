@@ -17,19 +17,16 @@ twinkle #112 and aprender #2153 (forward and reverse swapped)
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.parts import Part, mixer, weakest
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding
 
 IDENTICAL = "identical distributions"
 ENDS = (1e-3, 0.5, 1 - 1e-3)
@@ -45,7 +42,7 @@ def sampled(step: Step) -> bool:
     return step.ratio_role in step.roles
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     key = step.roles["teacher"]
     base = on_policy(probe) if sampled(step) else step.batch
@@ -103,7 +100,7 @@ def _reads_targets(probe: Probe, part: Part, same: edits.Batch) -> bool:
     return change > max(probe.tolerance, 4 * probe.noise())
 
 
-def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Iterator[Finding]:
+def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
     """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends. If it is several times
     larger near both ends than in the middle, its outer weights are swapped against its mixture's; other divergences
     with a setting of that name rise or fall from one end to the other."""
@@ -135,7 +132,7 @@ def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Iterato
     )  # fmt: skip
 
 
-def _direction(probe: Probe) -> Iterator[Finding]:
+def _direction(probe: Probe) -> Rows:
     """Checked only where both names are among an option's modes."""
     step = probe.step
     teacher: Tensor = step.batch[step.roles["teacher"]]

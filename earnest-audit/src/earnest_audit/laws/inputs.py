@@ -21,25 +21,23 @@ from torch import Tensor, nn
 
 from earnest_audit import edits
 from earnest_audit.batches import RecordingBatch
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Change, Probe, seeded, settings_text
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding
 
 CONTEXT = ("ids", "attention", "chosen", "rejected", "chosen_attention", "rejected_attention")
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     with probe.perturbed():
         base = probe.off_policy()
         if not probe.gradient(base).finite():
-            yield LAW.finding(
+            raise Ends(LAW.finding(
                 "every input", "not finite off-policy", "finite", False,
                 "The gradient is finite on the given batch, and NaN or infinite once the policy differs a little from "
                 "the behaviour and the reference, as it does in training: a root, a logarithm or a division by 0.",
-            )  # fmt: skip
-            return
+            ))  # fmt: skip
         for role, changes in _edits(probe, base):
             key = step.roles[role]
             yield probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
@@ -230,7 +228,7 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> tuple[edits.B
     return {**batch, step.roles[role]: torch.where(real, other, value)}, where
 
 
-def _never_read(probe: Probe) -> Iterator[Finding]:
+def _never_read(probe: Probe) -> Rows:
     """Tensors without a role that the loss never reads. Passing the whole batch on (**batch) reads everything."""
     step, recording = probe.step, RecordingBatch()
     others = [k for k, v in step.batch.items() if isinstance(v, Tensor) and k not in step.roles.values()]
@@ -251,7 +249,7 @@ def _never_read(probe: Probe) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Iterator[Finding]:
+def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:
     """The reference gives the same log-probs under another seed and after the policy has changed."""
     seed = probe.step.seed
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import combinations
 from typing import Any
 
 import torch
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.inputs import far
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
@@ -29,11 +29,10 @@ from earnest_audit.verdict import Finding
 GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within a factor of two
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step, base = probe.step, probe.off_policy()
     if not probe.gradient(base).finite():
-        yield LAW.not_applicable("settings", "not finite off-policy", "see IG.")
-        return
+        raise Ends(LAW.not_applicable("settings", "not finite off-policy", "see IG."))
     weights = set(step.weights.values())
     for knob, value in step.knobs.items():
         if knob in step.inert:
@@ -85,25 +84,19 @@ def _moved(
     return here.distance(there) if there.finite() else 0.0
 
 
-def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator[Finding]:
-    tried: list[Any] = []
-    subject, clip = f"setting {knob}", knob in probe.step.clips
-    at_one = clip and probe.step.ratio_role not in probe.step.roles
-    others = candidates(value)[: 2 if at_one else None]
-    tiny = clip and isinstance(value, float) and 0 < value < 0.1  # such as GSPO's: every ratio is beyond it
-    if tiny and value < 0.01:
-        others.reverse()  # the far end first
-    rows = _whole_rows(probe, base, knob, others) if clip else ()
-    for other, batch in (*(_near_the_clip(probe, base, value) if tiny else ()), *_tries(probe, base, others, rows)):
-        if tried and not probe.afford(1 if batch is base else 2):
-            break
+def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Rows:
+    step, subject, clip = probe.step, f"setting {knob}", knob in probe.step.clips
+    at_one, tried = clip and step.ratio_role not in step.roles, list[Any]()
+    for how, batch, other in _trials(probe, base, knob, value, at_one):
+        if not how and tried and not probe.afford(1 if batch is base else 2):
+            continue
         if (change := _moved(probe, batch, {knob: other})) is None:
             continue
-        tried.append(other)
+        tried += [] if how else [other]
         if probe.is_change(change):
-            moved = f"{value:g} → {other:g} moved the gradient by {change:.2g}"
+            moved = f"{value:g} → {other:g}{how} moved the gradient by {change:.2g}"
             yield LAW.finding(subject, moved, "above 0", True)
-            if not (clip or isinstance(value, bool)) and value and 0.5 <= other / value <= 2:
+            if not (how or clip or isinstance(value, bool)) and value and 0.5 <= other / value <= 2:
                 here, there = (probe.gradient(batch, k).norm() for k in (None, {knob: other}))
                 yield from _vanished(knob, value, other, here, there)
             return
@@ -118,8 +111,6 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator
         )  # fmt: skip
     elif (mode := _in_other_modes(probe, base, knob, value)) is not None:
         yield LAW.not_applicable(subject, f"it acts with {mode} only")
-    elif (elsewhere := _in_other_states(probe, base, knob, others)) is not None:
-        yield LAW.finding(subject, elsewhere, "above 0", True)
     elif len(set(tried)) < min(3, len(candidates(value))):
         spent = f"not checked: no change by {len(tried)} values, and the budget is spent"
         yield LAW.not_applicable(subject, spent, "Too few values were tried to conclude that it does nothing.")
@@ -135,68 +126,57 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Iterator
         )  # fmt: skip
 
 
-def _tries(
-    probe: Probe, base: edits.Batch, others: list[Any], rows: Iterable[tuple[Any, edits.Batch]]
-) -> Iterator[tuple[Any, edits.Batch]]:
-    """With both signs of the advantages, since one side of a clip acts on one sign; two values, then ratios of whole
-    rows, then all other values."""
-    opposite = probe.kept_batch("off-policy, opposite", lambda: edits.opposite(probe.step, base) or {})
+def _trials(
+    probe: Probe, base: edits.Batch, knob: str, value: Any, at_one: bool
+) -> Iterator[tuple[str, edits.Batch, Any]]:
+    """Other values, from mild to strong, and the batch of each; the first text is empty for the usual ones.
+
+    With both signs of the advantages, since one side of a clip acts on one sign; with ratios beside a clip, of tokens
+    and of whole rows, which leave every clip at once; then, whatever it costs, far beyond the usual values, and where
+    the references are far away (a hinge is inactive on its good side).
+    """
+    step, clip = probe.step, knob in probe.step.clips
+    others = candidates(value)[: 2 if at_one else None]
+    if clip and isinstance(value, float) and 0 < value < 0.1:  # such as GSPO's: every ratio is beyond it
+        yield from (("", batch, 1.5 * value) for batch in _beside(probe, base, value, rows=False))
+        others = others[::-1] if value < 0.01 else others  # the far end first
+    opposite = probe.kept_batch("off-policy, opposite", lambda: edits.opposite(step, base) or {})
     signs = (base, opposite) if opposite else (base,)
-    yield from ((other, batch) for batch in signs for other in others[:2])
-    yield from rows
-    yield from ((other, batch) for batch in signs for other in others[2:])
-
-
-def _whole_rows(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> Iterator[tuple[Any, edits.Batch]]:
-    """Ratios of whole rows beside the clip: they leave every clip at once."""
-    step, value = probe.step, probe.step.knobs[knob]
-    if step.ratio_role in step.roles and step.logprobs is not None:
-        for odd in (0, 1):
-            make = functools.partial(_ratios, probe, base, value, odd)
-            batch = probe.kept_batch(f"ratios of rows beside {value}, {odd}", make)
-            yield from ((other, batch) for other in others[:2])
-
-
-def _in_other_states(probe: Probe, base: edits.Batch, knob: str, others: list[Any]) -> str | None:
-    """What the setting moves at values far beyond the usual ones, with ratios of whole rows beside it (they leave every
-    clip at once), or where the references are far away (a hinge is inactive on its good side)."""
-    step, value = probe.step, probe.step.knobs[knob]
-    beyond = [1e6 * (value or 1.0)] if isinstance(value, float) else []  # a threshold that was set by another state
+    whole = " with ratios of whole rows beside it"
+    yield from (("", batch, other) for batch in signs for other in others[:2])
+    if clip:
+        yield from (("", batch, other) for batch in _beside(probe, base, value) for other in others[:2])
+    yield from (("", batch, other) for batch in signs for other in others[2:])
+    if at_one:
+        return
     if step.kinds.get(knob) == "target":
-        beyond = [-value, -1e3]  # a hinge whose every pair is active
-    states: list[tuple[str, edits.Batch, list[Any]]] = [("as it is", base, beyond)]
-    if knob not in step.clips:
-        rows = _whole_rows(probe, base, knob, others)
-        states += [("with ratios of whole rows beside it", batch, [other]) for other, batch in rows]
+        yield from ((", far beyond,", base, other) for other in (-value, -1e3))  # a hinge whose every pair is active
+    elif isinstance(value, float):
+        yield ", far beyond,", base, 1e6 * (value or 1.0)  # a threshold that was set by another state
+    if not clip:
+        yield from ((whole, batch, other) for batch in _beside(probe, base, value) for other in others[:2])
     if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
-        distant = [far(step, base, references, 30.0, odd) for odd in (0, 1)]
-        states += [("with far references", batch, others[:2]) for batch in distant]
-    for name, batch, values in states:
-        for other in values:
-            change = _moved(probe, batch, {knob: other})
-            if change is not None and probe.is_change(change):
-                return f"{name}, {other:g} moved the gradient by {change:.2g}"
-    return None
+        distant = (far(step, base, references, 30.0, odd) for odd in (0, 1))
+        yield from ((" with far references", batch, other) for batch in distant for other in others[:2])
 
 
-def _near_the_clip(probe: Probe, base: edits.Batch, value: float) -> Iterator[tuple[float, edits.Batch]]:
-    """A somewhat larger clip, where every token's ratio is between the two."""
-    if probe.step.ratio_role in probe.step.roles and probe.step.logprobs is not None:
-        for odd in (0, 1):
-            make = functools.partial(_ratios, probe, base, value, odd, rows=False)
-            yield 1.5 * value, probe.kept_batch(f"ratios beside {value}, {odd}", make)
-
-
-def _ratios(probe: Probe, base: edits.Batch, value: Any, odd: int, rows: bool = True) -> edits.Batch:
+def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> Iterator[edits.Batch]:
     """By turns, rows whose ratios (``rows``: their product) are a little above 1 + clip and below 1 - clip."""
     step = probe.step
-    total = math.log1p(1.25 * value) if isinstance(value, float) and 0 < value < 1 else 0.25
-    now = probe.now()
-    count = edits.taken(step, now, base).reshape(len(now), -1).sum(-1).clamp(min=1)
-    turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
-    moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
-    keys = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
-    return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
+    if step.ratio_role not in step.roles or step.logprobs is None:
+        return
+
+    def ratios(odd: int) -> edits.Batch:
+        total = math.log1p(1.25 * value) if isinstance(value, float) and 0 < value < 1 else 0.25
+        now = probe.now()
+        count = edits.taken(step, now, base).reshape(len(now), -1).sum(-1).clamp(min=1)
+        turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
+        moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
+        keys = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
+        return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
+
+    for odd in (0, 1):
+        yield probe.kept_batch(f"ratios beside {value}, {odd}, {rows}", functools.partial(ratios, odd))
 
 
 def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
@@ -212,7 +192,7 @@ def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> s
     return None
 
 
-def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> Iterator[Finding]:
+def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> Rows:
     """A setting whose present value leaves almost no gradient, while one within a factor of two does not."""
     if here < GONE * there:
         yield LAW.finding(
@@ -242,7 +222,7 @@ def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Fi
     )  # fmt: skip
 
 
-def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Iterator[Finding]:
+def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Rows:
     """The weight must enter linearly: g(2w) - g(w) = g(w) - g(0), and not vanish."""
     declared = probe.step.knobs[knob]
     value = float(declared) or 1.0

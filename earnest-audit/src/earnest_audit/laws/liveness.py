@@ -17,14 +17,14 @@ prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
 from torch import Tensor
 
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.arrival import SHARE, after_warmup, arrival
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
@@ -34,7 +34,7 @@ from earnest_audit.verdict import Finding
 STEPS = 2
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     with probe.active():
         terms = list(_terms(probe))
     first = probe.own_gradient()
@@ -45,7 +45,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield from _judged(probe, probe.own_gradient(), terms)
 
 
-def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Iterator[Finding]:
+def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
     step, norm = probe.step, first.norm()
     alone = "" if step.weighed or step.active is None else _inactive(step, step.name.removeprefix("term "))
     yield LAW.finding(
@@ -63,7 +63,7 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Iterator[Fin
         yield from _train(probe, first)
 
 
-def _terms(probe: Probe) -> Iterator[Finding]:
+def _terms(probe: Probe) -> Rows:
     """Every declared term by itself, with the weights of the others at 0."""
     weighed = probe.step.weighed
     norms = {
@@ -87,7 +87,7 @@ def _inactive(step: Step, term: str) -> str:
     return f" (inactive at first; measured {how})" if how else ""
 
 
-def _owned(probe: Probe) -> Iterator[Finding]:
+def _owned(probe: Probe) -> Rows:
     optimizer = probe.step.optimizer
     if optimizer is None:
         yield LAW.not_declared("the optimizer's parameters", "optimizer=…")
@@ -137,7 +137,7 @@ def _clipped(probe: Probe) -> Finding:
     )  # fmt: skip
 
 
-def _train(probe: Probe, first: Gradient) -> Iterator[Finding]:
+def _train(probe: Probe, first: Gradient) -> Rows:
     """A few real steps from the real state. A parameter that starts at 0 · 0 stays there; a perturbation would hide
     it."""
     step, names = probe.step, list(probe.parameters)

@@ -14,7 +14,6 @@ Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,7 +21,7 @@ import torch
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
@@ -31,23 +30,21 @@ WIDE = 'wide=("…",), the tensors that are padded with the rows,'
 TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     paired = [s for s in edits.SIDES if s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys()]
     if edits.supervised(step) is None and not paired:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
-        yield LAW.not_declared("masks", f"roles={what}")
-        return
+        raise Ends(LAW.not_declared("masks", f"roles={what}"))
     base = probe.off_policy()
     if not probe.gradient(base).finite():
-        yield LAW.not_applicable("masks", "not finite off-policy", "see IG.")
-        return
+        raise Ends(LAW.not_applicable("masks", "not finite off-policy", "see IG."))
     both = None if paired else _both(probe)
     parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe, both)}
     yield from probe.tried(parts if paired else {**parts, MASKED: _masked_row(probe, both)})
 
 
-def _signals(probe: Probe, base: edits.Batch) -> Iterator[Finding]:
+def _signals(probe: Probe, base: edits.Batch) -> Rows:
     step = probe.step
     changes: dict[str, edits.Batch] = {}
     for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
@@ -66,8 +63,7 @@ def _signals(probe: Probe, base: edits.Batch) -> Iterator[Finding]:
             hidden = edits.other_ids(step, ids.clamp_min(0), attention == 0)
             changes[role] = {**base, step.roles[role]: hidden}
     if not changes:
-        yield LAW.not_applicable("signals where masked", "no declared signal is masked")
-        return
+        raise Ends(LAW.not_applicable("signals where masked", "no declared signal is masked"))
     yield from probe.same_by_one(
         base, changes, "where masked",
         lambda role: f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach "
@@ -91,20 +87,18 @@ def _coupled(probe: Probe) -> bool:
     return probe.step.rows_interact or bool({"group", "rewards"} & probe.step.roles.keys())
 
 
-def _padding(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
+def _padding(probe: Probe, both: Gradient | None) -> Rows:
     step = probe.step
     paired = all(s in step.roles for s in edits.SIDES)
     sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
     if not (edits.supervised(step) is not None or sides) or (step.value("ids") is None and not paired):
         what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
-        yield LAW.not_declared("more padding", what)
-        return
+        raise Ends(LAW.not_declared("more padding", what))
     for side in ("right", "left"):
         subject = f"3 more columns of padding on the {side}"
         if side == "left" and not _pads_left(probe):
             # A step whose batches have no left padding need not support it: absolute positions may begin at 0.
-            yield LAW.not_applicable(subject, "no row of this batch begins with padding")
-            return
+            raise Ends(LAW.not_applicable(subject, "no row of this batch begins with padding"))
         # Both changes at once; a mean over rows counts the added row, so then the padding alone.
         change = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
         if change <= probe.tolerance:
@@ -131,22 +125,17 @@ def _pads_left(probe: Probe) -> bool:
     )
 
 
-def _masked_row(probe: Probe, both: Gradient | None) -> Iterator[Finding]:
+def _masked_row(probe: Probe, both: Gradient | None) -> Rows:
     step, whole = probe.step, probe.gradient()
     if _coupled(probe):
-        yield LAW.not_applicable(MASKED, "rows interact by declaration")
-        return
+        raise Ends(LAW.not_applicable(MASKED, "rows interact by declaration"))
     least = step.rows / (step.rows + 1)
     counts = both is not None and any(whole.times(c).distance(both) <= probe.tolerance for c in (1.0, least))
-    try:
+    with probe.may_refuse(MASKED, "one more row cannot be run"):
         masked = both if both is not None and counts else probe.gradient(edits.add_masked_row(step))
-    except Exception as error:
-        yield LAW.refused(MASKED, error, "one more row cannot be run")
-        return
     if not masked.finite():
         why = "A row without a single supervised token gives 0/0; divide by max(count, 1)."
-        yield LAW.finding(MASKED, "the gradient is not finite", "finite", False, why)
-        return
+        raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
     factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
     yield probe.fair(LAW.finding(
         MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",

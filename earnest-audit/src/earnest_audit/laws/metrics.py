@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.clipping import clip_range
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.limits import ROUNDED, STRONG
@@ -58,12 +57,11 @@ SPREADS = {"mean", "avg", "min", "max"}  # what stands after such a name
 REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step, reading = probe.step, probe.read()
     found = dict(reading.metrics)
     if not found:
-        yield LAW.not_declared("metrics", "metrics by returning (loss, {name: value})")
-        return
+        raise Ends(LAW.not_declared("metrics", "metrics by returning (loss, {name: value})"))
     if "loss" in found:
         off = abs(found["loss"] - reading.loss) / max(abs(reading.loss), 1e-9)
         yield LAW.finding(
@@ -89,7 +87,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             yield from _sums(probe)
 
 
-def _sums(probe: Probe) -> Iterator[Finding]:
+def _sums(probe: Probe) -> Rows:
     """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
     step, reading, subject = probe.step, probe.read(), "the sum of the terms"
     weights = dict.fromkeys(step.fixed, 1.0)
@@ -156,7 +154,7 @@ def _must_move(probe: Probe, found: dict[str, float]) -> list[str]:
     return names
 
 
-def _ranges(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
+def _ranges(probe: Probe, states: list[dict[str, float]]) -> Rows:
     for name, (low, high) in {**probe.step.metrics, **_shares(probe, states[0])}.items():
         seen = [s[name] for s in states if name in s]
         if not seen:
@@ -176,7 +174,7 @@ def _never_returned(name: str) -> Finding:
     return LAW.finding(f"metric {name}", "never returned", "returned", False, why)
 
 
-def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
+def _moves(probe: Probe, states: list[dict[str, float]]) -> Rows:
     declared = [*probe.step.terms, *(m for m in probe.step.metrics if m not in probe.step.still)]
     for name in dict.fromkeys([*declared, *_must_move(probe, states[0])]):
         seen = [s[name] for s in states if name in s]
@@ -194,7 +192,7 @@ def _moves(probe: Probe, states: list[dict[str, float]]) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _unchanged(probe: Probe) -> Iterator[Finding]:
+def _unchanged(probe: Probe) -> Rows:
     yield from _recomputed(probe)
     batch = on_policy(probe)
     found = probe.look(batch).metrics
@@ -212,7 +210,7 @@ def _unchanged(probe: Probe) -> Iterator[Finding]:
         )  # fmt: skip
 
 
-def _recomputed(probe: Probe) -> Iterator[Finding]:
+def _recomputed(probe: Probe) -> Rows:
     """A KL or ratio between the two policies has few definitions; the logged number must be one of them."""
     step = probe.step
     batch = probe.off_policy()
@@ -289,7 +287,7 @@ def _means(values: Tensor, mask: Tensor) -> list[float]:
     return [float(whole / mask.sum()), float(by_row.mean()), float(whole), float(whole / rows.sum())]
 
 
-def _forms(probe: Probe) -> Iterator[Finding]:
+def _forms(probe: Probe) -> Rows:
     return (row for row in check(probe) if row.law == FORM.code)
 
 

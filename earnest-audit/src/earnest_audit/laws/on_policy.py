@@ -11,13 +11,12 @@ Detects: TRL #4499, mlx-lm-lora #50, verl #2513, a sign that is lost
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import (
     alone,
     at_one,
@@ -64,7 +63,7 @@ MEANING = (
 )
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step, quiet = probe.step, probe.step.terms_off
     if "advantages" not in step.roles:
         yield from _own_advantages(probe)
@@ -74,8 +73,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         left = probe.gradient(without_advantages(probe, batch), quiet).norm()
         yield _zero(probe, left, probe.gradient(batch).norm(), affine=False)
         yield from _raises_by_logits(probe)
-        yield REINFORCED.not_declared(REINFORCE, "logprobs=lambda model, batch: …")
-        return
+        raise Ends(REINFORCED.not_declared(REINFORCE, "logprobs=lambda model, batch: …"))
     rows = list(_at_ratio_one(probe))
     if not step.rows_interact and (bend := proportion(probe)) <= probe.tolerance:
         yield LAW.finding("zero advantages", f"g(2A) = 2·g(A) up to {bend:.2g}: nothing is left", "0", True)
@@ -85,7 +83,7 @@ def check(probe: Probe) -> Iterator[Finding]:
     yield from rows
 
 
-def _at_ratio_one(probe: Probe) -> Iterator[Finding]:
+def _at_ratio_one(probe: Probe) -> Rows:
     """Checks of the advantages' part of the gradient; what remains without advantages is subtracted first."""
     batch, how = on_policy(probe), whitening(probe)
     yield from _linear(probe, batch, how)
@@ -97,7 +95,7 @@ def _at_ratio_one(probe: Probe) -> Iterator[Finding]:
     yield _raises_what_was_better(probe, batch, now, centred=how is not None)
 
 
-def _own_advantages(probe: Probe) -> Iterator[Finding]:
+def _own_advantages(probe: Probe) -> Rows:
     """For a step that computes its advantages from rewards: the clips, which must have no effect at ratio 1."""
     step = probe.step
     if "rewards" not in step.roles:
@@ -134,7 +132,7 @@ def _zero(probe: Probe, left: float, usual: float, affine: bool) -> Finding:
     return LAW.finding("zero advantages", f"gradient {share:.2g} of the usual", "0", outcome, meaning + baseline)
 
 
-def _linear(probe: Probe, batch: edits.Batch, how: str | None) -> Iterator[Finding]:
+def _linear(probe: Probe, batch: edits.Batch, how: str | None) -> Rows:
     """Twice the advantages give twice the gradient; wider clips change nothing, and ratios of ρ only a factor ρ (or 1,
     without a ratio). All in one evaluation; separately only if that fails."""
     key, quiet = probe.step.roles["advantages"], probe.step.terms_off
@@ -167,7 +165,7 @@ def _inert(probe: Probe, knob: str, change: float, room: float) -> Finding:
     )  # fmt: skip
 
 
-def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Iterator[Finding]:
+def _reinforce(probe: Probe, batch: edits.Batch, now: Tensor) -> Rows:
     """Take the normaliser from the loss itself, through its derivative by the advantages, and rebuild the gradient.
 
     A row's part is distributed over its tokens evenly, or as the loss itself does it (token weights, a discount), which
@@ -274,7 +272,7 @@ def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centr
     return probe.descends(RAISES, f"cosine {beside(cosine, NEAR)} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)
 
 
-def _raises_by_logits(probe: Probe) -> Iterator[Finding]:
+def _raises_by_logits(probe: Probe) -> Rows:
     """The same without a function for log-probs, from the logits that the model computes while the loss runs. Other
     terms are in it, so only a gradient that points away is a failure."""
     if (found := descent(probe)) is None:
@@ -293,7 +291,7 @@ def _raises_by_logits(probe: Probe) -> Iterator[Finding]:
     )
 
 
-def _rebuilt(probe: Probe) -> Iterator[Finding]:
+def _rebuilt(probe: Probe) -> Rows:
     return (row for row in check(probe) if row.law == REINFORCED.code)
 
 

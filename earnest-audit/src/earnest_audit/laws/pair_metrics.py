@@ -13,22 +13,20 @@ Detects: an accuracy that is 1 - accuracy, a margin of rejected minus chosen, LL
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import torch
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.pairs import swapped
 from earnest_audit.probe import Probe
-from earnest_audit.verdict import Finding
 
 RIGHT = {"accuracy", "accuracies", "acc"}
 WIDE = {"margin", "margins"}
 PAIRS = 3
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     yield from _own_side(probe)
     names = {n: 0.0 if words & WIDE else 0.5 for n in probe.look().metrics
@@ -39,11 +37,8 @@ def check(probe: Probe) -> Iterator[Finding]:
     with probe.perturbed(0.5):
         for row in range(min(PAIRS, step.rows)):
             one = edits.take_rows(step, torch.tensor([row]))
-            try:
+            with probe.may_refuse("metrics of a pair", "one pair alone cannot be run"):
                 here, there = (probe.look(b, step.terms_off) for b in (one, swapped(step, one)))
-            except Exception as error:
-                yield LAW.refused("metrics of a pair", error, "one pair alone cannot be run")
-                return
             gap = there.loss - here.loss
             if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
                 continue
@@ -60,7 +55,7 @@ def check(probe: Probe) -> Iterator[Finding]:
             )  # fmt: skip
 
 
-def _own_side(probe: Probe) -> Iterator[Finding]:
+def _own_side(probe: Probe) -> Rows:
     """A log-prob metric that is named for one side is not the other side's, as a sum or as a mean over tokens."""
     step, found = probe.step, probe.look().metrics
     names = {n: sides for n in found if len(sides := [s for s in edits.SIDES if s in n.lower()]) == 1

@@ -14,7 +14,7 @@ Detects: sign errors, swapped or differently masked answers, a smoothed half wit
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.parts import Part, RelativeGradient, mixer, undeclared_weight, weakest
 from earnest_audit.limits import NEAR, beside
 from earnest_audit.probe import Probe
@@ -34,7 +34,7 @@ BOTH = "both answers"
 IDENTICAL, ALIKE = "identical pairs", "at the reference every pair has the same weight"
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step, pull = probe.step, None
     if not step.pairwise:
         yield LAW.not_applicable(IDENTICAL, "each answer is weighed by itself, by declaration")
@@ -149,7 +149,7 @@ def _pushes_down(probe: Probe, part: Part) -> bool:
     return slope is None or float(slope.sum()) <= 0
 
 
-def _margin(probe: Probe, part: Part) -> Iterator[Finding]:
+def _margin(probe: Probe, part: Part) -> Rows:
     """Descending the loss must widen the margin; and at the reference every pair has the same weight."""
     step = probe.step
     chosen, rejected = probe.forward(step.logprobs)
@@ -234,7 +234,7 @@ def _as_reference(step: Step, values: list[Tensor]) -> edits.Batch:
     return {k: v.reshape(step.batch[k].shape).to(step.batch[k].dtype) for k, v in zip(keys, values, strict=True)}
 
 
-def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
+def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Rows:
     """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped pair.
     With a target margin the two are not equal, but point the same way."""
     step = probe.step
@@ -258,7 +258,7 @@ def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]
     )  # fmt: skip
 
 
-def _rest(probe: Probe, pull: RelativeGradient | None) -> Iterator[Finding]:
+def _rest(probe: Probe, pull: RelativeGradient | None) -> Rows:
     """What remains beside the preference (a likelihood) also changes when the answers are swapped."""
     step, quiet = probe.step, {**probe.step.terms_off, **probe.step.pure}
     if pull is None or pull.part.less is None or not can_be_swapped(step) or not probe.afford(1):

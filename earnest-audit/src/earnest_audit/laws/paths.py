@@ -8,18 +8,17 @@ Detects: Liger #1082, verl #1440 and #2016, transformers #26221
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.step import Backward
-from earnest_audit.verdict import Finding
 
 PERTURBATIONS = (0.05, 0.1, 0.2)
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     passes = {name: path.fn for name, path in step.paths.items() if isinstance(path, Backward)}
     losses = {name: path for name, path in step.paths.items() if not isinstance(path, Backward)}

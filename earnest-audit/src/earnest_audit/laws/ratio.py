@@ -18,7 +18,7 @@ Detects: slime #179 (current over rollout), a correction that is inverted or app
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +26,7 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.limits import NEAR
 from earnest_audit.measure import Slopes
 from earnest_audit.probe import Probe
@@ -41,7 +41,7 @@ def has_ratio(step: Step) -> bool:
     return ready and bool({"advantages", "rewards"} & step.roles.keys())
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     yield _power(
         probe, "the ratio's power", shifted(probe, doubled=doubles(probe)), 2.0 if doubles(probe) else 1.0,
         "the ratio to the policy that sampled is applied twice (as a weight and in what is differentiated; "

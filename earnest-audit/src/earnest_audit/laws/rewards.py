@@ -17,14 +17,13 @@ Detects: a baseline with the wrong sign or from the neighbouring group, a KL tha
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient, span
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy
 from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
@@ -33,12 +32,11 @@ from earnest_audit.verdict import Finding
 BETTER, EQUAL = "a better reward raises its row", "rewards that are equal within every group"
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     rewards = step.batch[step.roles["rewards"]]
     if rewards.ndim not in (1, 2) or len(rewards) < 2:
-        yield LAW.not_applicable("rewards", "neither one per row nor one per token, or of one row")
-        return
+        raise Ends(LAW.not_applicable("rewards", "neither one per row nor one per token, or of one row"))
     row, scores = _scores(probe)
     yield _better(probe, row, scores)
     if "reference" in step.roles:
@@ -63,7 +61,7 @@ def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Findin
     )  # fmt: skip
 
 
-def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Iterator[Finding]:
+def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Rows:
     """A KL in the reward is a cost: a row above the reference is worth less than one at the reference."""
     step, quiet = probe.step, probe.step.terms_off
     key, base = step.roles["reference"], on_policy(probe)

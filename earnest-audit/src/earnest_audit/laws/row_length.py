@@ -10,15 +10,12 @@ Detects: answers that are divided by the length of prompt and answer, tool outpu
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding
 
 SUBJECT = "3 more tokens after the answers"
 ATTENTIONS = ("attention", *(f"{s}_attention" for s in edits.SIDES))
@@ -33,7 +30,7 @@ def declared(step: Step) -> bool:
     return masked and not step.rows_interact and "documents" not in step.roles and bool(keys(step, *ATTENTIONS))
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     shown, texts, batch = keys(step, *ATTENTIONS), keys(step, "ids", *edits.SIDES), edits.pad(step)
     longer = [k for k in (*shown, *texts) if batch[k].shape[1] == step.batch[k].shape[1] + 3]
@@ -46,17 +43,13 @@ def check(probe: Probe) -> Iterator[Finding]:
         new = torch.zeros_like(batch[key], dtype=torch.bool)
         new[:, -3:] = True
         other[key] = edits.other_ids(step, batch[key], new)
-    try:
+    with probe.may_refuse(SUBJECT):
         here, there = probe.gradient(), probe.gradient(batch)
-    except Exception as error:
-        yield LAW.refused(SUBJECT, error)
-        return
     rest = there.distance(here.times(there.best_scale(here)))
     if rest > probe.tolerance and (
         not there.finite() or there.distance(probe.gradient(other)) > probe.tolerance or probe.random()
     ):
-        yield LAW.not_applicable(SUBJECT, "the model attends to later tokens")
-        return
+        raise Ends(LAW.not_applicable(SUBJECT, "the model attends to later tokens"))
     yield probe.same(
         SUBJECT, rest,
         "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, "

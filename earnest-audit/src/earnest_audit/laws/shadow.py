@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.finite_difference import is_integral, judged, slopes
 from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
@@ -34,17 +34,15 @@ INFINITE = "the float64 shadow is not finite either"
 LENGTHS = (1e-4, 1e-5)  # of the parameters' norm; one step of 16 bits is longer
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     if all(p.dtype == torch.float64 for p in probe.parameters.values()):
-        yield LAW.not_applicable(step.name, "float64 already")
-        return
+        raise Ends(LAW.not_applicable(step.name, "float64 already"))
     with probe.perturbed():
         batch = probe.off_policy()
     yield from _compare(probe, "the batch", 1.0, batch)
     if not probe.afford(7 / 3 if step.logprobs is None else 3, keep=0):  # two gradients, and looks at the log-probs
-        yield LAW.not_applicable("confident outputs", "not checked: the budget is spent")
-        return
+        raise Ends(LAW.not_applicable("confident outputs", "not checked: the budget is spent"))
     state = _confident(probe)
     if isinstance(state, str):
         yield LAW.not_applicable("confident outputs", state)
@@ -111,7 +109,7 @@ def _far_margins(probe: Probe) -> list[Finding]:
     return [LAW.not_applicable("far margins", "not checked: the budget is spent, or float64 is not finite either")]
 
 
-def _compare(probe: Probe, what: str, sharpen: float, batch: edits.Batch) -> Iterator[Finding]:
+def _compare(probe: Probe, what: str, sharpen: float, batch: edits.Batch) -> Rows:
     step, own = probe.step, 0.0
     units, islands = _units(step.model), set[nn.Module]()
     room = min(0.5, units * probe.floor())

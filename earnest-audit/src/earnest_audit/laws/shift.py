@@ -13,14 +13,13 @@ Detects: a shift in the script beside the model's own, pytorch #73205 and Megatr
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.embedding import embedded
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.coverage import known_to_say_where, labels_say_where
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
@@ -35,14 +34,13 @@ def predicts(step: Step) -> bool:
     return known and edits.supervised(step) is not None
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     leak, marks_targets = None, False
     if step.kind != "divergence" and step.value("labels") is None:
         leak, marks_targets = _leak(probe)
     if leak is not None and leak > probe.tolerance:
-        yield _peeking(probe, leak)
-        return
+        raise Ends(_peeking(probe, leak))
     if step.kind is None:
         yield LAW.not_declared(BEFORE, 'family="sft", where ids are predicted one after the other,')
         if leak is None or not marks_targets:  # the mask marks the place before the target, or is shifted by one
@@ -52,8 +50,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     found = _places(probe)
     if isinstance(found, str):
-        yield LAW.not_applicable(PEEKING, found)
-        return
+        raise Ends(LAW.not_applicable(PEEKING, found))
     keep, source = found
     key = step.roles["ids"]
     ids = step.batch[key]
@@ -65,18 +62,14 @@ def check(probe: Probe) -> Iterator[Finding]:
         behind = narrow  # ids are what is to be predicted, too: the target itself matters
     before = {**batch, key: edits.other_ids(step, ids, places == source)}
     after = {**batch, key: edits.other_ids(step, ids, behind)}
-    try:
+    with probe.may_refuse(BEFORE, "one label per row cannot be run"):
         by_last, by_own = _moved(probe, batch, before, after if bool(behind.any()) else None)
         if by_own is not None and by_own > probe.tolerance and "labels" in step.roles and labels_say_where(probe):
             # Labels only mark positions; the targets are the ids, so only what comes after them must not matter.
             by_own = _moved(probe, batch, before, {**batch, key: edits.other_ids(step, ids, narrow)})[1]
-    except Exception as error:
-        yield LAW.refused(BEFORE, error, "one label per row cannot be run")
-        return
     if by_last is None:
         why = "the last label of a row alone has a zero gradient"
-        yield LAW.not_applicable(BEFORE, why, "See the row 'every supervised position'.")
-        return
+        raise Ends(LAW.not_applicable(BEFORE, why, "See the row 'every supervised position'."))
     yield probe.descends(
         BEFORE, f"changing it changed the last labels' loss or gradient by {by_last:.2g}", by_last,
         "The token right before a label does not matter to its prediction: logits and labels are shifted against each "

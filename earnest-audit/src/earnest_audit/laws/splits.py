@@ -23,11 +23,10 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient, Span, span
-from earnest_audit.law import Law
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.parts import parts
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding
 
 PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
 # What doubling the rows multiplies the gradient by; undeclared, a root of the count or a sum beside a constant may be.
@@ -35,7 +34,7 @@ COUNTED = {"mean": (0.99, 1.02), "sum": (1.98, 2.02), None: (0.99, 2.02)}
 EXPECTED = {"mean": '1×, reduction="mean"', "sum": '2×, reduction="sum"', None: "1× to 2×"}
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     step = probe.step
     if step.rows < 2:
         yield LAW.not_applicable("rows", f"{step.rows} row", "A batch of one row has no order.")
@@ -44,8 +43,7 @@ def check(probe: Probe) -> Iterator[Finding]:
         return
     whole = probe.gradient()
     if not whole.finite():
-        yield LAW.not_applicable("rows", "the gradient is not finite", "GL or see IG.")
-        return
+        raise Ends(LAW.not_applicable("rows", "the gradient is not finite", "GL or see IG."))
     order = torch.randperm(step.rows, generator=edits.generator(step, 3))
     if torch.equal(order, torch.arange(step.rows)):
         order = order.roll(1)
@@ -58,14 +56,13 @@ def check(probe: Probe) -> Iterator[Finding]:
         measured = f"{factor:.3g}× the same up to {rest:.2g}"
         yield LAW.finding("permuted, and every row twice", measured, EXPECTED[step.reduction], True)
     elif probe.random():
-        yield probe.redrawn("permuted, repeated or cut rows")
-        return
+        raise Ends(probe.redrawn("permuted, repeated or cut rows"))
     else:  # one at a time, to find which
         yield from probe.tried({PERMUTED: _order(probe, order), TWICE: _twice(probe, whole)})
     yield from map(probe.fair, _parts(probe))
 
 
-def _order(probe: Probe, order: Tensor) -> Iterator[Finding]:
+def _order(probe: Probe, order: Tensor) -> Rows:
     step = probe.step
     shuffled = probe.change(edits.take_rows(step, order))
     if shuffled > probe.tolerance and step.rows_interact:
@@ -73,8 +70,7 @@ def _order(probe: Probe, order: Tensor) -> Iterator[Finding]:
         for how, turn in _block_orders(step.rows):
             if probe.change(edits.take_rows(step, turn)) <= probe.tolerance:
                 why = f"moved the gradient by {shuffled:.2g}, {how} does not"
-                yield LAW.not_applicable(PERMUTED, why, "Rows interact by declaration.")
-                return
+                raise Ends(LAW.not_applicable(PERMUTED, why, "Rows interact by declaration."))
     yield probe.same(
         PERMUTED, shuffled,
         "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
@@ -92,7 +88,7 @@ def _block_orders(rows: int) -> Iterator[tuple[str, Tensor]]:
         yield f"another order in each of {size} parts", places.reshape(size, -1).roll(1, 1).flatten()
 
 
-def _twice(probe: Probe, whole: Gradient) -> Iterator[Finding]:
+def _twice(probe: Probe, whole: Gradient) -> Rows:
     step = probe.step
     factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
     # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
@@ -111,24 +107,18 @@ def _grouped(step: Step) -> bool:
     return bool({"group", "rewards"} & step.roles.keys())
 
 
-def _parts(probe: Probe) -> Iterator[Finding]:
+def _parts(probe: Probe) -> Rows:
     step = probe.step
     if step.rows_interact:
-        yield LAW.not_applicable(WHOLE, "rows interact by declaration")
-        return
+        raise Ends(LAW.not_applicable(WHOLE, "rows interact by declaration"))
     far = _either_side(step)
     apart = None if far is None else _pulling(probe, far)
     if apart is not None and apart.within(probe.tolerance) and _by_count(probe, apart):
-        yield LAW.finding(f"{WHOLE} (uneven, pairs on either side)", *_span_text(probe, apart), True)
-        return
-    try:
+        raise Ends(LAW.finding(f"{WHOLE} (uneven, pairs on either side)", *_span_text(probe, apart), True))
+    with probe.may_refuse(WHOLE, "a part of the rows cannot be run alone"):
         found = _cut(probe, step)
-    except Exception as error:
-        yield LAW.refused(WHOLE, error, "a part of the rows cannot be run alone")
-        return
     if found is None:
-        yield LAW.not_applicable(WHOLE, "a part has no finite gradient alone")
-        return
+        raise Ends(LAW.not_applicable(WHOLE, "a part has no finite gradient alone"))
     outcome = found.within(probe.tolerance)
     if outcome and far is not None and not (apart is None and not _one_pulls(probe, far)):
         same = apart is not None and apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance)
@@ -139,20 +129,20 @@ def _parts(probe: Probe) -> Iterator[Finding]:
             "mean margin instead of each pair's own.",
         )  # fmt: skip
     if not outcome and _grouped(step):
-        yield LAW.not_applicable(WHOLE, f"off by {found.rest:.2g}", "Rows of a group are coupled by their rewards.")
-        return
+        raise Ends(
+            LAW.not_applicable(WHOLE, f"off by {found.rest:.2g}", "Rows of a group are coupled by their rewards.")
+        )
     measured, expected = _span_text(probe, found)
     if not outcome and step.terms_off and _term_by_term(probe):
         outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
     if not outcome and (even := _evenly(probe)) is not None and even.within(probe.tolerance):
         # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
         # row has as many tokens, all these means are the same.
-        yield LAW.finding(
+        raise Ends(LAW.finding(
             f"{WHOLE} (uneven)", f"{measured}; with equally many tokens in every row by {even.rest:.2g}", expected,
             "not declared",
             "Terms have normalisers of their own. Declare metrics={name: Metric(weight=setting)}, and each is checked.",
-        )  # fmt: skip
-        return
+        ))  # fmt: skip
     yield LAW.finding(
         f"{WHOLE} (uneven)", measured, expected, outcome,
         "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "

@@ -13,15 +13,13 @@ Detects: a reward model's or SimPO's margin that is added instead of subtracted
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 
 import torch
 
 from earnest_audit import edits
-from earnest_audit.law import Law
+from earnest_audit.law import Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding
 
 
 def target(step: Step) -> str | None:
@@ -30,17 +28,14 @@ def target(step: Step) -> str | None:
     return step.roles.get("margin", knob if knob is not None and step.knobs[knob] > 0 else None)
 
 
-def check(probe: Probe) -> Iterator[Finding]:
+def check(probe: Probe) -> Rows:
     """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, less so with a larger
     target, so a far larger one decides."""
     name = target(probe.step)
     assert name is not None
     subject = f"a larger {name}"
-    try:
+    with probe.may_refuse(subject):
         found = _norms(probe, name)
-    except Exception as error:
-        yield LAW.unchecked(subject, error)
-        return
     if found is None:
         return
     least, there = found
