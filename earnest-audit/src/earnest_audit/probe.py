@@ -118,6 +118,8 @@ class Probe(States):
         """Inside is an edit that the step may refuse: then the law, or this part of it, ends with a row for that."""
         try:
             yield
+        except Ends:
+            raise
         except Exception as error:
             raise Ends(self.law.refused(subject, error, what)) from error
 

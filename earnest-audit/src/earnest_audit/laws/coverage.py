@@ -11,7 +11,6 @@ Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens maske
 from __future__ import annotations
 
 from collections.abc import Iterator
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -102,7 +101,7 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
         spot = _at(flat, *one[:2])
         if _matters(probe, role, spot, where_only):
             continue
-        if one is asked[0] and role == "labels" and labels_say_where(probe):
+        if one is asked[0] and role == "labels" and _labels_say_where(probe):
             where_only, aside = True, f"{aside}; labels only mark positions, and are removed"
             if _matters(probe, role, spot, where_only):
                 continue
@@ -159,22 +158,12 @@ def _at(flat: Tensor, row: int, place: int) -> Tensor:
     return only
 
 
-def labels_say_where(probe: Probe) -> bool:
+def _labels_say_where(probe: Probe) -> bool:
     """Whether other labels give the same gradient: then labels only mark positions and the ids are the targets."""
-    if probe not in _WHERE:
-        key = probe.step.roles["labels"]
-        labels = probe.step.batch[key]
-        other = {**probe.step.batch, key: edits.other_ids(probe.step, labels, labels >= 0)}
-        _WHERE[probe] = not probe.is_change(probe.change(other))
-    return _WHERE[probe]
-
-
-def known_to_say_where(probe: Probe) -> bool:
-    """The same, if it was measured before."""
-    return _WHERE.get(probe, False)
-
-
-_WHERE: WeakKeyDictionary[Probe, bool] = WeakKeyDictionary()  # one answer per audit
+    key = probe.step.roles["labels"]
+    labels = probe.step.batch[key]
+    other = {**probe.step.batch, key: edits.other_ids(probe.step, labels, labels >= 0)}
+    return not probe.is_change(probe.change(other))
 
 
 def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:

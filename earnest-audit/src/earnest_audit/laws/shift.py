@@ -3,8 +3,10 @@
 Only the last label of every row is supervised. Then the input that predicts it matters, and no input after that one
 does, above all not the label's own token.
 
-Needs: role ids beside labels (in place, or each where it is predicted), or beside a mask of SFT or distillation
-How: Only the last label of every row is supervised; the token before it is changed, then all that come after.
+Needs: role ids beside labels (in place, or each where it is predicted), or beside a mask of SFT or distillation; a
+model that embeds these ids
+How: Only the last label of every row is supervised. What the model embeds is changed, apart from the targets that the
+loss reads: the token before the label, then all that come after.
 Exceptions: A mask as wide as the ids may mark tokens or the places that predict them: it is checked only where it marks
 a row's last token. A load-balancing term reads every input: rows_interact=True.
 Detects: a shift in the script beside the model's own, pytorch #73205 and Megatron #2121 (terms on unsupervised tokens)
@@ -13,6 +15,7 @@ Detects: a shift in the script beside the model's own, pytorch #73205 and Megatr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -20,7 +23,6 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.embedding import embedded
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.coverage import known_to_say_where, labels_say_where
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -36,47 +38,46 @@ def predicts(step: Step) -> bool:
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    leak, marks_targets = None, False
-    if step.kind != "divergence" and step.value("labels") is None:
-        leak, marks_targets = _leak(probe)
-    if leak is not None and leak > probe.tolerance:
-        raise Ends(_peeking(probe, leak))
-    if step.kind is None:
-        yield LAW.not_declared(BEFORE, 'family="sft", where ids are predicted one after the other,')
-        if leak is None or not marks_targets:  # the mask marks the place before the target, or is shifted by one
-            yield LAW.not_declared(PEEKING, 'family="sft"')
-        else:
-            yield _peeking(probe, leak)
-        return
-    found = _places(probe)
+    found = "no family" if step.kind is None else _places(probe)
     if isinstance(found, str):
-        raise Ends(LAW.not_applicable(PEEKING, found))
+        yield from _by_mask(probe, found)
+        return
     keep, source = found
-    key = step.roles["ids"]
-    ids = step.batch[key]
+    ids: Tensor = step.batch[step.roles["ids"]]
     places = torch.arange(ids.shape[1], device=ids.device)[None]
-    batch = edits.only(step, step.batch, keep)
-    behind = keep.any(-1, keepdim=True) & (places > source) & (ids >= 0)
-    narrow = behind & (places > source + 1)
-    if step.value("labels") is None or known_to_say_where(probe):
-        behind = narrow  # ids are what is to be predicted, too: the target itself matters
-    before = {**batch, key: edits.other_ids(step, ids, places == source)}
-    after = {**batch, key: edits.other_ids(step, ids, behind)}
+    batch, behind = edits.only(step, step.batch, keep), keep.any(-1, keepdim=True) & (places > source) & (ids >= 0)
     with probe.may_refuse(BEFORE, "one label per row cannot be run"):
-        by_last, by_own = _moved(probe, batch, before, after if bool(behind.any()) else None)
-        if by_own is not None and by_own > probe.tolerance and "labels" in step.roles and labels_say_where(probe):
-            # Labels only mark positions; the targets are the ids, so only what comes after them must not matter.
-            by_own = _moved(probe, batch, before, {**batch, key: edits.other_ids(step, ids, narrow)})[1]
-    if by_last is None:
-        why = "the last label of a row alone has a zero gradient"
-        raise Ends(LAW.not_applicable(BEFORE, why, "See the row 'every supervised position'."))
+        by_last = _moved(probe, batch, places == source, probe.is_change)
+        by_own = _moved(probe, batch, behind, lambda change: change <= probe.value_room)
     yield probe.descends(
-        BEFORE, f"changing it changed the last labels' loss or gradient by {by_last:.2g}", by_last,
+        BEFORE, f"changing it changed the last labels' loss or gradient by {by_last:.2g}",
+        by_last if probe.is_change(by_last) else 0.0,
         "The token right before a label does not matter to its prediction: logits and labels are shifted against each "
         "other by one too many (a model that shifts its labels itself is given shifted ones), or the mask is.",
     )  # fmt: skip
-    change = by_own if by_own is not None else leak
-    yield LAW.not_applicable(PEEKING, "nothing comes after it") if change is None else _peeking(probe, change)
+    yield _peeking(probe, by_own) if bool(behind.any()) else LAW.not_applicable(PEEKING, "nothing comes after it")
+
+
+def _moved(probe: Probe, batch: edits.Batch, where: Tensor, enough: Callable[[float], bool]) -> float:
+    """The relative change where the model embeds other ids there: of the loss if that is ``enough``, or else of the
+    gradient."""
+    step, quiet = probe.step, probe.step.terms_off
+    ids: Tensor = step.batch[step.roles["ids"]]
+    here, other = probe.look(batch, quiet).loss, edits.other_ids(step, ids, where)
+    with embedded(step.model, ids, other) as replaced:
+        there = probe.look(batch, quiet).loss
+    if not replaced:
+        raise Ends(LAW.not_applicable(PEEKING, "the model does not embed the ids as they are"))
+    size = max(abs(here), abs(there))
+    change = abs(here - there) / size if 0 < size < math.inf else 0.0
+    if enough(change):
+        return change
+    taught = probe.gradient(batch, quiet)
+    if taught.norm() == 0 or not taught.finite():
+        why = "the last label of a row alone has a zero gradient"
+        raise Ends(LAW.not_applicable(BEFORE, why, "See the row 'every supervised position'."))
+    with embedded(step.model, ids, other):
+        return taught.distance(probe.gradient(dict(batch), quiet))
 
 
 def _peeking(probe: Probe, change: float) -> Finding:
@@ -90,38 +91,43 @@ def _peeking(probe: Probe, change: float) -> Finding:
     )  # fmt: skip
 
 
-def _leak(probe: Probe) -> tuple[float | None, bool]:
-    """How much a token's own embedding matters to its prediction, where ids are inputs and targets. None where no id is
-    a target, or the model's embedding is not given the ids. And whether the target is the marked token itself.
+def _by_mask(probe: Probe, why: str) -> Rows:
+    """Where it is not known which token a mask marks: a token's own embedding must still not matter to its own
+    prediction."""
+    leak, marks_targets = _leak(probe)
+    if leak is not None and leak > probe.tolerance:
+        yield _peeking(probe, leak)
+    elif probe.step.kind is not None:
+        yield LAW.not_applicable(PEEKING, why)
+    else:
+        yield LAW.not_declared(BEFORE, 'family="sft", where ids are predicted one after the other,')
+        # Otherwise the mask marks the place before the target, or is shifted by one.
+        held = leak is not None and marks_targets
+        yield _peeking(probe, leak or 0.0) if held else LAW.not_declared(PEEKING, 'family="sft"')
 
-    Only the last supervised place of every row counts. Its target is the token there or the next one: the one whose
-    change, with the embedded ids held, changes the loss.
-    """
+
+def _leak(probe: Probe) -> tuple[float | None, bool]:
+    """How much the embedding of a row's last target matters to its prediction; None where no id is a target. And
+    whether the target is the marked token: it is that one or the next, the one whose change, with the embedded ids
+    held, changes the loss."""
     step, on = probe.step, edits.supervised_wide(probe.step)
-    if on is None:
+    if on is None or step.kind == "divergence" or "labels" in step.roles:
         return None, False
     key, off = step.roles["ids"], step.terms_off
-    ids = step.batch[key]
+    ids: Tensor = step.batch[key]
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     last = torch.where(on, places, -1).amax(-1, keepdim=True)
     batch = edits.only(step, step.batch, on & (places == last))
     try:
         here = probe.look(batch, off).loss
         for ahead in (0, 1):
-            other = edits.other_ids(step, ids, (places == last + ahead) & (last >= 0) & (ids >= 0))
+            target = (places == last + ahead) & (last >= 0) & (ids >= 0)
+            other = edits.other_ids(step, ids, target)
             with embedded(step.model, other, ids) as held:
-                target = probe.look({**batch, key: other}, off).loss
-            if not held:
-                return None, False
-            if abs(target - here) <= 4 * probe.noise() * max(abs(target), abs(here)):
-                continue
-            with embedded(step.model, ids, other):
-                there = probe.look(batch, off).loss
-                if abs(there - here) <= probe.value_room * max(abs(there), abs(here)):
-                    return 0.0, ahead == 0
-                changed = probe.gradient(batch, off)
-            return probe.gradient(dict(batch), off).distance(changed), ahead == 0
-    except Exception:  # one label per row may be refused; the law's other measurements report it
+                there = probe.look({**batch, key: other}, off).loss
+            if held and abs(there - here) > 4 * probe.noise() * max(abs(there), abs(here)):
+                return _moved(probe, batch, target, lambda change: change <= probe.value_room), ahead == 0
+    except Exception:  # one label per row may be refused
         return None, False
     return None, False
 
@@ -155,32 +161,6 @@ def _places(probe: Probe) -> tuple[Tensor, Tensor] | str:
     if not bool(keep.any()):
         return "no row has a label with a token before it"
     return keep, torch.where(keep.any(-1, keepdim=True), spot - shift, width)
-
-
-def _moved(
-    probe: Probe, batch: edits.Batch, before: edits.Batch, after: edits.Batch | None
-) -> tuple[float | None, float | None]:
-    """The relative change by either edit: of the loss where that is enough, or else of the gradient. None: there is no
-    gradient, or nothing to change."""
-    quiet = probe.step.terms_off
-    here = probe.look(batch, quiet).loss
-
-    def off(changed: edits.Batch) -> float:
-        there = probe.look(changed, quiet).loss
-        size = max(abs(here), abs(there))
-        return abs(here - there) / size if 0 < size < math.inf else 0.0
-
-    by_last = off(before)
-    by_own = None if after is None else off(after)
-    if not probe.is_change(by_last):
-        taught = probe.gradient(batch, quiet)
-        if taught.norm() == 0 or not taught.finite():
-            return None, None
-        by_last = taught.distance(probe.gradient(before, quiet))
-        by_last = by_last if probe.is_change(by_last) else 0.0
-    if after is not None and by_own is not None and by_own > probe.value_room:
-        by_own = probe.gradient(batch, quiet).distance(probe.gradient(after, quiet))
-    return by_last, by_own
 
 
 LAW = Law("CV-SHIFT", "shift", __doc__, check, quick=False, when=predicts, perturbed=True)
