@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Step, audit
-from earnest_audit.law import Law
 from earnest_audit.laws import (
     inputs,
     knobs,
@@ -23,7 +22,6 @@ from tests.audit.laws.test_pairs import pair_step
 from tests.audit.steps import (
     LENGTH,
     Tiny,
-    distill_step,
     dpo_step,
     logprobs,
     policy_step,
@@ -166,29 +164,6 @@ def test_rewards_may_be_integers(dtype: torch.dtype, ignored: bool) -> None:
     roles = {"ids": "ids", "mask": "mask", "rewards": "rewards"}
     verdict = audit(Step(model=Tiny(), loss=reinforce, batch=batch, roles=roles), laws=[inputs.LAW])
     assert bool(verdict.failures) == ignored, str(verdict)
-
-
-Data = Mapping[str, Any]
-
-
-def outcome(step: Step, law: Law, subject: str) -> str | None:
-    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
-    return found.get(subject)
-
-
-@pytest.mark.parametrize(("ranked", "expected"), [(False, "holds"), (True, "not declared")])
-def test_which_tokens_the_teacher_finds_likely_matters(ranked: bool, expected: str) -> None:
-    """By rank alone is right across two vocabularies, so it is said and not accused."""
-
-    def loss(model: nn.Module, batch: Data, alpha: float, temperature: float) -> Tensor:
-        student = (model(batch["ids"], batch["attention"])[:, :-1] / temperature).log_softmax(-1)
-        teacher = (batch["teacher"] / temperature).log_softmax(-1)
-        if ranked:
-            student, teacher = student.sort(-1).values, teacher.sort(-1).values
-        kl = (teacher.exp() * (teacher - student)).sum(-1) * (1 + alpha)
-        return (kl * batch["mask"]).sum() / batch["mask"].sum()
-
-    assert outcome(distill_step(loss), inputs.LAW, "the teacher's tokens") == expected
 
 
 def ratios(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor]:

@@ -123,13 +123,42 @@ def _pulls(
     if reference is not None and bool((reference != 0).any()):
         return "the rewards contain a KL to the reference, and with it the behaviour"
     found: dict[int, float] = {}
-    plans = _given_signs(probe, cases, base) if ours else _own_signs(cases, usual, found)
-    for chosen, sign in plans:
-        _measure(probe, cases, base, knobs, usual, chosen, sign, found, rows)
+    for chosen, sign in _given_signs(probe, cases, base) if ours else _own_signs(cases, usual, found):
+        batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if rows else None)
+        if sign is not None:
+            a = base[step.roles["advantages"]]
+            batch[step.roles["advantages"]] = a * sign.reshape(-1, *[1] * (a.ndim - 1))
+        slope = token_weights(probe.slopes(edits.SAMPLERS, batch, knobs).inputs)
+        slope = torch.zeros_like(usual) if slope is None else slope
+        for row, case in enumerate(chosen):
+            # In a row with both signs, only the tokens of the case's sign.
+            on = possible[row] & ((usual[row] != 0) if sign is not None else usual[row] * cases[case][1] > 0)
+            whole = float((usual[row].abs() * on).sum())
+            if whole > 0:
+                got = float((slope[row].abs() * on).sum()) / (whole * cases[case][0])
+                found[case] = (max if case in (2, 3) else min)(found.get(case, got), got)
     pairs = [[found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5))]
     if not all(pairs) or (ours and len(found) < len(cases)):
         return "no row has a gradient for every side of the clip"
     return min(pairs[0]), max(pairs[1]), min(pairs[2])
+
+
+def _at_ratios(
+    probe: Probe, base: edits.Batch, ratios: list[float], shared: Tensor | None
+) -> tuple[edits.Batch, Tensor]:
+    """Every row at its ratio (``shared``: the product over the row's tokens that weigh here is), and where that is
+    possible: a log-prob cannot be above 0. The sampler's log-probs change with the trainer's, so that the gap between
+    the two stays 0."""
+    step = probe.step
+    behaviour: Tensor = base[step.roles[step.ratio_role]]
+    shape = (-1, *[1] * (behaviour.ndim - 1))
+    count = 1 if shared is None else (shared != 0).reshape(len(shared), -1).sum(-1).clamp(min=1).reshape(shape)
+    moved = (
+        behaviour - torch.tensor(ratios, dtype=behaviour.dtype, device=behaviour.device).reshape(shape).log() / count
+    )
+    possible = moved < -1e-6
+    both = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
+    return {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}, possible
 
 
 def _given_signs(probe: Probe, cases: list[Case], base: edits.Batch) -> Iterator[tuple[list[int], Tensor | None]]:
@@ -150,42 +179,6 @@ def _own_signs(cases: list[Case], pulls: Tensor, found: dict[int, float]) -> Ite
     for turn in range(3):
         if len(found) < len(cases):
             yield [by_sign[sign][(n + turn) % 3] for sign, n in zip(signs, before, strict=True)], None
-
-
-def _measure(
-    probe: Probe,
-    cases: list[Case],
-    base: edits.Batch,
-    knobs: Mapping[str, Any],
-    usual: Tensor,
-    chosen: list[int],
-    sign: Tensor | None,
-    found: dict[int, float],
-    rows: bool,
-) -> None:
-    step = probe.step
-    behaviour: Tensor = base[step.roles[step.ratio_role]]
-    shape = (-1, *[1] * (behaviour.ndim - 1))
-    ratio = torch.tensor([cases[c][0] for c in chosen], dtype=behaviour.dtype, device=behaviour.device).reshape(shape)
-    count = (usual != 0).reshape(len(usual), -1).sum(-1).clamp(min=1).reshape(shape) if rows else 1
-    moved = behaviour - ratio.log() / count
-    possible = moved < -1e-6  # a log-prob cannot be above 0: such tokens are left out
-    # The sampler's log-probs change with the trainer's, so that the gap between the two stays 0.
-    both = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
-    batch = {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}
-    if sign is not None:
-        a = base[step.roles["advantages"]]
-        batch[step.roles["advantages"]] = a * sign.reshape(-1, *[1] * (a.ndim - 1))
-    slope = token_weights(probe.slopes(edits.SAMPLERS, batch, knobs).inputs)
-    slope = torch.zeros_like(usual) if slope is None else slope
-    for row, case in enumerate(chosen):
-        # In a row with both signs, only the tokens of the case's sign.
-        on = possible[row] & ((usual[row] != 0) if sign is not None else usual[row] * cases[case][1] > 0)
-        whole = float((usual[row].abs() * on).sum())
-        if whole > 0:
-            got = float((slope[row].abs() * on).sum()) / (whole * cases[case][0])
-            pick = max if case in (2, 3) else min
-            found[case] = pick(found.get(case, got), got)
 
 
 LAW = Law(

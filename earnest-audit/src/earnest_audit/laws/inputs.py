@@ -41,14 +41,6 @@ def check(probe: Probe) -> Rows:
         for role, changes in _edits(probe, base):
             key = step.roles[role]
             yield probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
-        if (other := _other_vocabulary(probe, base)) is not None:
-            change = probe.change(other, base)
-            yield LAW.finding(
-                "the teacher's tokens", f"its numbers at other tokens moved the gradient by {change:.2g}",
-                f"above {probe.tolerance:.1g}", True if change > probe.tolerance else "not declared",
-                "It does not matter which tokens the teacher finds likely: its values are sorted, or compared with the "
-                "student's by rank. Across two vocabularies that is intended (ULD), within one it is not.",
-            )  # fmt: skip
     yield from _never_read(probe)
     if step.reference is not None:
         yield from _reference_stays(probe, step.reference)
@@ -174,20 +166,6 @@ def _labels(probe: Probe, base: edits.Batch) -> Iterator[Change]:
     rolled = labels.roll(1, dims=0) if labels.shape[0] > 1 else labels.roll(1, dims=-1)
     yield from _one(probe, base, {**base, key: torch.where((labels >= 0) & (rolled >= 0), rolled, labels)})
     yield from _one(probe, base, _thinner(probe, base, "labels", probe.step.ignore_index), ", by their positions only")
-
-
-def _other_vocabulary(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
-    """The teacher's probabilities at other tokens: a comparison by rank does not change. Only where the vocabulary is
-    the student's; across two vocabularies only ranks can be compared (ULD)."""
-    value = probe.step.value("teacher")
-    if value is None or value.ndim < 3 or not value.is_floating_point() or value.shape[-1] < 3:
-        return None
-    if probe.coarse or not probe.afford(1):
-        return None
-    matrices = [p for p in probe.step.model.parameters() if p.ndim == 2]
-    if not any(value.shape[-1] in p.shape for p in matrices):
-        return None
-    return {**batch, probe.step.roles["teacher"]: value.roll(1, dims=-1)}
 
 
 def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
