@@ -43,7 +43,7 @@ def _() -> Step:
 @defect(
     "2",
     "the log-ratio is zeros_like: the ratio is the constant 1 and the policy gradient 0",
-    "IG KG PG-ONPOLICY PG-REINFORCE GL MR",
+    "IG KG PG-ONPOLICY GL MR",
     policy_step,
 )
 def _() -> Step:
@@ -63,7 +63,7 @@ def _() -> Step:
 @defect(
     "5",
     "branches swapped: clamp(ratio, max=ε)·A·lp runs in place of the clipped ratio",
-    "PG-ONPOLICY PG-REINFORCE FD DF",
+    "PG-ONPOLICY FD DF",
     policy_step,
 )
 def _() -> Step:
@@ -150,7 +150,7 @@ def _() -> Step:
     return fused_step(False)
 
 
-@defect("8", "response_mask=advantages is passed to the loss", "MI IG PG-ONPOLICY PG-REINFORCE", policy_step)
+@defect("8", "response_mask=advantages is passed to the loss", "MI IG PG-ONPOLICY", policy_step)
 def _() -> Step:
     def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Out:
         mask = batch["advantages"][:, None].expand_as(batch["mask"])
@@ -237,14 +237,14 @@ def tempered_step(applied: bool) -> Step:
 @defect(
     "18",
     "the sampling temperature is not applied when log-probs are recomputed",
-    "PG-ONPOLICY PG-REINFORCE MR",
+    "PG-ONPOLICY MR",
     lambda: tempered_step(True),
 )
 def _() -> Step:
     return tempered_step(False)
 
 
-@defect("27", "the logged ppo_kl is -ratio, not -log ratio", "MR PG-ONPOLICY PG-REINFORCE", policy_step)
+@defect("27", "the logged ppo_kl is -ratio, not -log ratio", "MR PG-ONPOLICY", policy_step)
 def _() -> Step:
     def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Out:
         value, metrics = grpo_loss(model, batch, beta, clip)

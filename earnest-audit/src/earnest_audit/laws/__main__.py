@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from earnest_audit.laws import LAWS, metrics, on_policy
+from earnest_audit.laws import LAWS, metrics
 from earnest_audit.subjects import LAWS as SUBJECTS
 
-PARTS = {
-    on_policy.LAW: (on_policy.REINFORCED,),
-    metrics.LAW: (metrics.FORM,),
-}  # whose rows come from the evaluations of another law
+PARTS = {metrics.LAW: (metrics.FORM,)}  # whose rows come from the evaluations of another law
 ALL = (*(part for law in LAWS for part in (law, *PARTS.get(law, ()))), *SUBJECTS)
 
 

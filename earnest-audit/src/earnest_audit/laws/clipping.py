@@ -11,7 +11,8 @@ its behaviour and proximal log-probs together. Where the step computes its own a
 ratio 1.
 Exceptions: A threshold that removes whole rows is searched among the declared settings. Soft clips (SAPO) and one-sided
 ones (CISPO) have settings with other names and are not checked.
-Detects: minimum and maximum swapped, a clip that acts on one side only, TRL #4499
+Detects: minimum and maximum swapped, a clip that acts on one side only, TRL #4499, tianshou #433 (a dual clip on
+positive advantages)
 """
 
 from __future__ import annotations
@@ -116,8 +117,10 @@ def _pulls(
             usual = usual.abs()  # linear in the advantages (its own law), unless one sign has a zero gradient
             on = edits.fit(edits.supervised(step), usual)
             asked = (a != 0).reshape(len(a), -1).any(-1) & (True if on is None else on.flatten(1).any(-1))
-            if not bool(usual.flatten(1).any(-1)[asked].all()):
+            if bool((usual != 0).any()) and not bool(usual.flatten(1).any(-1)[asked].all()):
                 usual = token_weights(probe.slopes(edits.SAMPLERS, base, knobs).inputs)
+                if usual is None or not bool((usual != 0).any()):
+                    return 0.0, 0.0, 0.0  # negative advantages alone have a gradient at ratio 1
     if usual is None or not bool((usual != 0).any()):
         return "the ratio is under a stop-gradient, it has no slope"
     if reference is not None and bool((reference != 0).any()):

@@ -1,10 +1,11 @@
 """CV: Every supervised position has a gradient, the terminal token too, and the supervised share is neither 0 nor 1.
 
-Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and tokenizer to show the span
-How: The signal of single supervised tokens is changed, and each must move the gradient.
+Needs: roles mask or labels; ids and tokenizer to show the span
+How: The loss has a derivative by the signal of every supervised token; or, where no signal has one value per token, a
+gradient where a single token is the only supervised one.
 Exceptions: A clipped token has a zero gradient by design under one sign of its advantage, so both signs are tried. Rows
-of advantage 0 have none under either sign and are left out, and so are pairs beyond a hinge. A loss that drops tokens
-on purpose declares drops_tokens=True.
+of advantage 0 have none under either sign and are left out. A loss that drops tokens on purpose declares
+drops_tokens=True.
 Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
 """
 
@@ -22,16 +23,14 @@ from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 ROWS = 2
-ANSWERS, POSITIONS = "every answer's last token", "every supervised position"
+POSITIONS = "every supervised position"
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
     on = edits.supervised(step)
-    if step.kind == "preference" and set(edits.SIDES) <= step.roles.keys():
-        yield _answers(probe)
-        if on is None:
-            return
+    if on is None and step.kind == "preference":
+        return  # what is not in an answer's gradient, laws IG and MI see
     if on is None:
         raise Ends(LAW.not_declared("supervised positions", 'roles={"mask": …} or {"labels": …}'))
     on = on if on.ndim == 2 else on.flatten(2).any(-1) if on.ndim > 2 else on[:, None]
@@ -68,54 +67,57 @@ def _decoded(probe: Probe, on: Tensor) -> str:
 
 
 def _every_position(probe: Probe, on: Tensor) -> Finding:
-    """Change the signal of one supervised token at a time: the last ones of a few rows, and a first one."""
+    """By the derivative of the loss by a signal with one value per token, at once; or else single tokens alone."""
     step = probe.step
     role = next((r for r in ("labels", "advantages", "behaviour", "teacher") if _fit(step, r, on) is not None), None)
     if role is None and step.kind == "sft" and "mask" in step.roles and not step.drops_tokens:
         role = "mask"
     if role is None:
         return LAW.not_declared(POSITIONS, "labels, or a signal with one value per token")
-    key, supervised = step.roles[role], _positions(probe, role, on)
+    supervised = _positions(probe, role, on)
     flat = supervised & _with_advantage(probe, role, supervised)
-    idle = int((supervised.any(-1) & ~flat.any(-1)).sum())
+    idle, count = int((supervised.any(-1) & ~flat.any(-1)).sum()), int(flat.sum())
     aside = f"; {idle} rows without an advantage are left out" if idle else ""
-    if not bool(flat.any()):
+    if not count:
         return LAW.not_applicable(POSITIONS, f"no position to check{aside}")
-    found_by_slope = _slopes(probe, role, flat)
-    if found_by_slope is not None:
-        unreached = [(row, place, f"{place}th") for row, place in (flat & ~found_by_slope).nonzero().tolist()]
-        count = int(flat.sum())
-        found = f"{count - len(unreached)} of {count}" if unreached else f"all {count}"
-        return _verdict(probe, unreached, count, f"{found} matter (through {key!r}){aside}")
-    asked: list[tuple[int, int, str]] = []
-    for row in flat.any(-1).nonzero()[:ROWS, 0].tolist():
+    if (reached := _slopes(probe, role, flat)) is not None:
+        missing = [(row, f"{place}th") for row, place in (flat & ~reached).nonzero().tolist()]
+        measured = f"{count - len(missing)} of {count} matter (through {step.roles[role]!r}){aside}"
+        return _verdict(probe, missing, count, measured)
+    found: dict[tuple[int, str], bool] = {}
+    for one, spot in _asked(flat):
+        if not found or probe.afford(2, keep=_later(probe)):
+            with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
+                found[one] = _alone(probe, spot)
+    missing = [one for one, matters in found.items() if not matters]
+    if len(missing) == len(found) and not step.drops_tokens:
+        return LAW.not_applicable(POSITIONS, f"no single token alone has a gradient{aside}")
+    measured = f"{len(found)} of {count} positions tried, {len(found) - len(missing)} matter{aside}"
+    return _verdict(probe, missing, len(found), measured)
+
+
+def _asked(flat: Tensor) -> Iterator[tuple[tuple[int, str], Tensor]]:
+    """The first and the last token of a row, and the last one of another."""
+    for number, row in enumerate(flat.any(-1).nonzero()[:ROWS, 0].tolist()):
         places = flat[row].nonzero()[:, 0].tolist()
-        ends = {places[-1]: "last", places[0]: "first"} if not asked else {places[-1]: "last"}
-        asked += [(row, place, what) for place, what in ends.items()]
-    missing: list[tuple[int, int, str]] = []
-    where_only = False
-    for number, one in enumerate(asked):
-        if number > len(missing) and not probe.afford(1 if role in ("labels", "mask") else 3, keep=_later(probe)):
-            asked = asked[:number]
-            break
-        spot = _at(flat, *one[:2])
-        if _matters(probe, role, spot, where_only):
-            continue
-        if one is asked[0] and role == "labels" and _labels_say_where(probe):
-            where_only, aside = True, f"{aside}; labels only mark positions, and are removed"
-            if _matters(probe, role, spot, where_only):
-                continue
-        missing.append(one)
-    measured = f"{_counted(len(asked), int(flat.sum()), len(missing))} (through {key!r}){aside}"
-    return _verdict(probe, missing, len(asked), measured)
+        for place, what in {places[0]: "first", places[-1]: "last"}.items() if not number else ((places[-1], "last"),):
+            spot = torch.zeros_like(flat)
+            spot[row, place] = True
+            yield (row, what), spot
 
 
-def _counted(tried: int, count: int, missing: int, what: str = "positions") -> str:
-    """How many matter of those that were tried, and how many there are."""
-    few = tried < count
-    return (
-        f"{tried} of {count} {what} tried, {tried - missing} matter" if few else f"{tried - missing} of {tried} matter"
-    )
+def _alone(probe: Probe, spot: Tensor) -> bool:
+    """Whether the loss has a gradient where this token is the only supervised one; a clipped token has one under the
+    opposite advantages only."""
+    step = probe.step
+    width = max(step.batch[step.roles[r]].shape[1] for r in ("mask", "labels") if r in step.roles)
+    keep = torch.nn.functional.pad(spot, (width - spot.shape[1], 0))
+    for base in (step.batch, edits.opposite(step, step.batch)):
+        if base is not None:
+            gradient = probe.gradient(edits.only(step, base, keep))
+            if gradient.finite() and gradient.norm() > 0:
+                return True
+    return False
 
 
 def _positions(probe: Probe, role: str, on: Tensor) -> Tensor:
@@ -141,29 +143,15 @@ def _later(probe: Probe) -> float:
     return 8.0 if probe.coarse else 6.0
 
 
-def _verdict(probe: Probe, missing: list[tuple[int, int, str]], count: int, measured: str) -> Finding:
+def _verdict(probe: Probe, missing: list[tuple[int, str]], count: int, measured: str) -> Finding:
     dropped = probe.step.drops_tokens
     return LAW.finding(
         POSITIONS, measured, "some, tokens are dropped by declaration" if dropped else "all",
         ("holds" if len(missing) < count else "not applicable") if dropped else not missing,
-        f"{', '.join(f'the {what} one of row {row}' for row, _, what in missing[:4])} is in the mask and not in the "
+        f"{', '.join(f'the {what} one of row {row}' for row, what in missing[:4])} is in the mask and not in the "
         "gradient: the last (end-of-turn) token is cut off by a shift or masked because its id equals the padding's. "
         "Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",
     )  # fmt: skip
-
-
-def _at(flat: Tensor, row: int, place: int) -> Tensor:
-    only = torch.zeros_like(flat)
-    only[row, place] = True
-    return only
-
-
-def _labels_say_where(probe: Probe) -> bool:
-    """Whether other labels give the same gradient: then labels only mark positions and the ids are the targets."""
-    key = probe.step.roles["labels"]
-    labels = probe.step.batch[key]
-    other = {**probe.step.batch, key: edits.other_ids(probe.step, labels, labels >= 0)}
-    return not probe.is_change(probe.change(other))
 
 
 def _with_advantage(probe: Probe, role: str, flat: Tensor) -> Tensor:
@@ -208,89 +196,12 @@ def _at_ratio_one(probe: Probe, role: str) -> edits.Batch | None:
     return probe.as_policy(step.batch)
 
 
-def _matters(probe: Probe, role: str, only: Tensor, removed: bool) -> bool:
-    """Whether any other value of this one token's signal changes the gradient; the opposite advantages are tried
-    last."""
-    for base in (probe.step.batch, edits.opposite(probe.step, probe.step.batch)):
-        if base is None:
-            continue
-        origin = probe.gradient(base)
-        changes = _changes(probe, dict(base), role, only, removed)
-        if any(probe.differs(origin, probe.gradient(changed)) for changed in changes):
-            return True
-    return False
-
-
-def _answers(probe: Probe) -> Finding:
-    """The last token of either answer of a few pairs, one at a time: another id there changes the gradient."""
-    step = probe.step
-    missing: list[str] = []
-    tried = flat = total = 0
-    for side in edits.SIDES:
-        ids: Tensor = step.batch[step.roles[side]]
-        given = next((v for v in (step.value(f"{side}_mask"), step.value(f"{side}_attention")) if v is not None), None)
-        on = None if given is None or ids.ndim != 2 or given.ndim != 2 else edits.widened(given != 0, ids.shape[1])
-        if on is None:
-            return LAW.not_declared(ANSWERS, 'roles={"chosen_mask": …, "rejected_mask": …}')
-        total += int(on.any(-1).sum())
-        for number, row in enumerate(on.any(-1).nonzero()[:ROWS, 0].tolist()):
-            if number and not missing and not probe.afford(2, keep=_later(probe)):
-                break
-            other = edits.other_ids(step, ids, _at(on, row, int(on[row].nonzero()[-1])))
-            tried += 1
-            if probe.is_change(probe.change({**step.batch, step.roles[side]: other})):
-                continue
-            try:
-                pulls = probe.gradient(edits.take_rows(step, torch.tensor([row]))).norm()
-            except Exception as error:
-                return LAW.unchecked(ANSWERS, error)
-            if pulls > 0:
-                missing.append(f"the {side} answer of pair {row}")
-            else:  # for example beyond the margin of a hinge
-                flat += 1
-    if tried == flat:
-        return LAW.not_applicable(ANSWERS, f"none of {tried} pairs has a gradient")
-    aside = f"; {flat} of pairs without a gradient are left out" if flat else ""
-    return LAW.finding(
-        ANSWERS, f"{_counted(tried - flat, total - flat, len(missing), 'answers')}{aside}", "all",
-        not missing or step.drops_tokens,
-        f"The last token of {', '.join(missing[:4])} is not in the gradient: it is cut off by a shift, masked because "
-        "its id equals the padding's, or the reward is read at another token.",
-    )  # fmt: skip
-
-
 def _fit(step: Step, role: str, on: Tensor) -> Tensor | None:
     """The mask in the shape of the signal; labels may be one wider, beside a mask of the shifted targets."""
     value = step.value(role)
     if value is not None and role == "labels" and value.ndim == 2 and value.shape[1] - on.shape[1] == 1:
         on = torch.nn.functional.pad(on, (1, 0)) & (value != step.ignore_index)
     return None if value is None else edits.fit(on, value)
-
-
-def _changes(probe: Probe, base: edits.Batch, role: str, only: Tensor, removed: bool) -> Iterator[edits.Batch]:
-    """Other values for one token, of which at least one must change the gradient. A clipped token has a zero gradient
-    under its own advantage and not under the opposite one; a ratio just outside its clip comes back from one side."""
-    step, key = probe.step, probe.step.roles[role]
-    old: Tensor = base[key]
-    where = only
-    while where.ndim < old.ndim:
-        where = where[..., None]
-    if removed or role == "mask":
-        yield {**base, key: torch.where(only, step.ignore_index if removed else 0, old)}
-    elif role == "labels":
-        other = old[old >= 0]
-        fresh = other[other != old[only][0]]
-        yield {**base, key: torch.where(only, fresh[0] if len(fresh) else old[only][0] + 1, old)}
-    elif role == "advantages":
-        for new in (torch.where(old == 0, torch.ones_like(old), -old), old + 1):
-            yield {**base, key: torch.where(where, new, old)}
-    elif role == "behaviour":
-        # Then values further away: without the policy's log-probs it is not known where a capped ratio is inside.
-        far = (old / 2, 2 * old, torch.full_like(old, -1e-4), 4 * old) if step.logprobs is None else ()
-        for new in (*(old + shift for shift in (-0.05, 0.05, -0.5, 0.5)), *far):
-            yield {**base, key: torch.where(where, new.clamp(max=-1e-4), old)}
-    else:
-        yield edits.perturb(step, base, role, edits.generator(step, 77), where=where.expand_as(old))
 
 
 LAW = Law("CV", "coverage", __doc__, check, quick=False)
