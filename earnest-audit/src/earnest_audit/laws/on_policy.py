@@ -19,6 +19,7 @@ import math
 from torch import Tensor
 
 from earnest_audit import edits
+from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import (
     at_one,
@@ -31,6 +32,7 @@ from earnest_audit.laws.ratio import (
 )
 from earnest_audit.limits import AWAY, NEAR, beside
 from earnest_audit.logits import descent
+from earnest_audit.measure import Slopes
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
@@ -50,10 +52,10 @@ def check(probe: Probe) -> Rows:
     if step.ratio_role in step.roles:
         yield from _clips(probe)
     if "advantages" in step.roles:
-        batch = on_policy(probe)
-        now = probe.forward(step.logprobs, batch)
-        yield _through(probe, now)
-        yield _raises_what_was_better(probe, batch, now, centred=whitening(probe) is not None)
+        batch, here, centred = on_policy(probe), policy(probe), whitening(probe) is not None
+        now = probe.forward(step.logprobs, batch)  # after them: they move parameters, which would void its graph
+        yield _through(probe, here, now)
+        yield _raises_what_was_better(probe, here.gradient, batch, now, centred)
 
 
 def _clips(probe: Probe) -> Rows:
@@ -71,10 +73,9 @@ def _clips(probe: Probe) -> Rows:
         )  # fmt: skip
 
 
-def _through(probe: Probe, now: Tensor) -> Finding:
+def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
     """∇L = -c·Σ w·∇lp, w = ∂L/∂behaviour by token: log-probs enter the loss as differences to the behaviour's only.
     c is not 1 where a second ratio is under a stop-gradient."""
-    here = policy(probe)
     own = token_weights(here.inputs)
     if own is None or own.numel() != now.numel():
         return LAW.not_applicable(THROUGH, "the loss has no slope by the behaviour")
@@ -89,12 +90,14 @@ def _through(probe: Probe, now: Tensor) -> Finding:
     )  # fmt: skip
 
 
-def _raises_what_was_better(probe: Probe, batch: edits.Batch, now: Tensor, centred: bool) -> Finding:
+def _raises_what_was_better(
+    probe: Probe, gradient: Gradient, batch: edits.Batch, now: Tensor, centred: bool
+) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise; no other law detects this sign."""
     a: Tensor = batch[probe.step.roles["advantages"]]
     a = a - a.mean() if centred else a
     up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * edits.taken(probe.step, now, batch) * now).sum())
-    cosine = -policy(probe).gradient.cosine(up)
+    cosine = -gradient.cosine(up)
     return probe.descends(RAISES, f"cosine {beside(cosine, NEAR)} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)
 
 

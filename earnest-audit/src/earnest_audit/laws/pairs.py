@@ -162,8 +162,6 @@ def _margin(probe: Probe, part: Part) -> Rows:
     measured = f"cosine {beside(cosine, NEAR)} between -∇L and ∇(chosen - rejected)"
     # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
     if referred and cosine <= NEAR:
-        if abs(alike) <= enough:  # references may be sums where log-probs are means
-            there = max(alike, _at_reference(probe, part, wider, by_length=True), key=abs)
         measured += f", {beside(-there, NEAR)} at the reference"
     yield probe.descends(
         "descending widens the margin", measured, max(cosine, -there),
@@ -174,13 +172,8 @@ def _margin(probe: Probe, part: Part) -> Rows:
     if not step.pairwise or step.value_is_loss is False:
         yield LAW.not_applicable(ALIKE, "pairs weigh differently by declaration")
         return
-    if abs(alike) <= enough:
-        if abs(_at_reference(probe, part, wider, by_length=True)) > enough:
-            why = "References are sums where log-probs are means, or the other way round: declare both in one form."
-        elif _by_itself(probe, part):
-            why = "Each answer is weighed by itself against the reference: where intended, declare pairwise=False."
-        elif (offset := _offset(probe, part, wider, enough)) is not None:
-            why = f"{offset!r} shifts each margin by its own amount; with 0 in its place all have the same weight."
+    if abs(alike) <= enough and _by_itself(probe, part):
+        why = "Each answer is weighed by itself against the reference: where intended, declare pairwise=False."
     yield LAW.finding(
         ALIKE, f"cosine {abs(alike):.3f} between ∇L and the plain sum over pairs", "1",
         "not declared" if why else abs(alike) > enough, why or
@@ -190,36 +183,16 @@ def _margin(probe: Probe, part: Part) -> Rows:
     )  # fmt: skip
 
 
-def _offset(probe: Probe, part: Part, wider: Gradient, enough: float) -> str | None:
-    """An undeclared number per pair (a target margin) without which every pair would have the same weight."""
+def _at_reference(probe: Probe, part: Part, wider: Gradient) -> float:
+    """The cosine between ∇L and the margins' gradient where the policy is its own reference, and every pair counts
+    alike."""
     step = probe.step
-    for key, value in step.batch.items():
-        if key in step.roles.values() or not isinstance(value, Tensor) or not value.is_floating_point():
-            continue
-        one_a_pair = value.shape[:1] == (step.rows,) and value.numel() == step.rows
-        if one_a_pair and abs(_at_reference(probe, part, wider, {key: torch.zeros_like(value)})) > enough:
-            return key
-    return None
-
-
-def _at_reference(
-    probe: Probe, part: Part, wider: Gradient, more: Mapping[str, Tensor] | None = None, by_length: bool = False
-) -> float:
-    """The cosine between ∇L and the margins' gradient where the policy is its own reference; ``by_length``: where the
-    references are its log-probs times the answers' lengths (sums, where the policy's are means)."""
-    step, now = probe.step, _now(probe)
-    masks = [m for m in map(step.value, ("chosen_mask", "rejected_mask")) if m is not None]
-    if by_length:
-        lengths = [m.sum(-1).clamp_min(1) for m in masks]
-        if len(masks) < 2 or any(n.shape != v.shape for n, v in zip(lengths, now, strict=True)):
-            return 0.0
-        now = [v * n for v, n in zip(now, lengths, strict=True)]
-    ones: edits.Batch = dict(more or {})  # with these every pair counts alike
+    ones: edits.Batch = {}
     for role in (r for r in ("weights", "margin") if r in step.roles):
         value: Tensor = step.batch[step.roles[role]]
         mean = value.float().mean().to(value.dtype).expand_as(value).clone()
         ones[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
-    return part.gradient(probe, {**step.batch, **ones, **_as_reference(step, now)}).cosine(wider)
+    return part.gradient(probe, {**step.batch, **ones, **_as_reference(step, _now(probe))}).cosine(wider)
 
 
 def _now(probe: Probe) -> list[Tensor]:

@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient, span
@@ -35,8 +34,8 @@ BETTER, EQUAL = "a better reward raises its row", "rewards that are equal within
 def check(probe: Probe) -> Rows:
     step = probe.step
     rewards = step.batch[step.roles["rewards"]]
-    if rewards.ndim not in (1, 2) or len(rewards) < 2:
-        raise Ends(LAW.not_applicable("rewards", "neither one per row nor one per token, or of one row"))
+    if rewards.ndim != 1 or len(rewards) < 2:
+        raise Ends(LAW.not_applicable("rewards", "not one per row, or of one row"))
     row, scores = _scores(probe)
     yield _better(probe, row, scores)
     if "reference" in step.roles:
@@ -50,10 +49,10 @@ def check(probe: Probe) -> Rows:
 def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:
     """The worst row gets the best reward of the batch: a value that occurs, so that no estimator leaves its range."""
     base = on_policy(probe)
-    totals = _totals(probe, base[probe.step.roles["rewards"]])
-    best, worst = totals.max(), totals[row]
-    better = best if bool(best > worst) else worst + 1
-    there = probe.gradient(_rewarded(probe, base, row, better - worst), probe.step.terms_off)
+    key = probe.step.roles["rewards"]
+    rewards = base[key].clone()
+    rewards[row] = rewards.max() if bool(rewards.max() > rewards[row]) else rewards[row] + 1
+    there = probe.gradient({**base, key: rewards}, probe.step.terms_off)
     return _raised(
         probe, BETTER, at_one(probe).gradient, there, scores,
         f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
@@ -101,15 +100,14 @@ def _equal(probe: Probe) -> Finding:
     base, key = on_policy(probe), step.roles["rewards"]
     usual = at_one(probe).gradient.norm()
     _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
-    totals = _totals(probe, base[key])
-    low, high = _exact(float(totals.min())), _exact(float(totals.max()))
+    low, high = _exact(float(base[key].min())), _exact(float(base[key].max()))
     high = high if high != low else 2 * low if low > 0 else low + 1
-    values = torch.where(group % 2 == 0, high, low).to(totals)
-    left = probe.gradient({**base, key: _spread(probe, base[key], values)}, quiet)
+    values = torch.where(group % 2 == 0, high, low).to(base[key])
+    left = probe.gradient({**base, key: values}, quiet)
     off = left.norm() / max(usual, 1e-300)
     room = max(NEAR, probe.tolerance)
     if off > room:  # a shaping by length or the like is in both
-        same = probe.gradient({**base, key: _spread(probe, base[key], torch.full_like(values, high))}, quiet)
+        same = probe.gradient({**base, key: torch.full_like(values, high)}, quiet)
         off = left.minus(same).norm() / max(usual, 1e-300)
     return probe.vanishes(
         EQUAL, off,
@@ -128,43 +126,11 @@ def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
     step, batch = probe.step, on_policy(probe)
     now = probe.forward(step.logprobs, batch)
     mask = edits.taken(step, now, batch)
-    totals = _totals(probe, batch[step.roles["rewards"]]).float()
+    totals = batch[step.roles["rewards"]].float()
     row = int(torch.where(mask.flatten(1).any(-1), totals, torch.full_like(totals, torch.inf)).argmin())
     mine = torch.zeros_like(mask)
     mine[row] = mask[row]
     return row, (probe.pull((mine * now).sum(), retain=True), probe.pull(((mask - mine) * now).sum()))
-
-
-def _totals(probe: Probe, rewards: Tensor) -> Tensor:
-    """One number per row: what it was given where its loss is taken."""
-    rewards = rewards if rewards.is_floating_point() else rewards.long()
-    return rewards if rewards.ndim == 1 else (rewards * edits.taken(probe.step, rewards)).sum(-1)
-
-
-def _last(probe: Probe, rewards: Tensor) -> Tensor:
-    """Where a row's last supervised token is; its last column without a mask that fits."""
-    on = edits.fit(edits.supervised(probe.step), rewards)
-    places = torch.arange(rewards.shape[1], device=rewards.device)
-    return places[-1].expand(len(rewards)) if on is None else (places * on).argmax(-1)
-
-
-def _rewarded(probe: Probe, base: edits.Batch, row: int, more: Tensor) -> edits.Batch:
-    key = probe.step.roles["rewards"]
-    rewards: Tensor = base[key].clone() if base[key].is_floating_point() else base[key].long()
-    if rewards.ndim == 1:
-        rewards[row] += more
-    else:
-        rewards[row, _last(probe, rewards)[row]] += more
-    return {**base, key: rewards.to(base[key].dtype)}
-
-
-def _spread(probe: Probe, rewards: Tensor, values: Tensor) -> Tensor:
-    """These values, one per row: at the last token where rewards are by token."""
-    if rewards.ndim == 1:
-        return values.to(rewards.dtype)
-    out = torch.zeros_like(rewards)
-    out[torch.arange(len(out)), _last(probe, rewards)] = values.to(rewards.dtype)
-    return out
 
 
 LAW = Law(
