@@ -107,7 +107,7 @@ def span(target: Gradient, a: Gradient, b: Gradient) -> Span:
         angle = math.sqrt(determinant / (aa * bb))
     norm = target.norm()
     if norm == 0:
-        return Span(alpha, beta, 0.0, angle, (0.0, 0.0))
+        return Span(alpha, beta, 0.0 if aa == bb == 0 else 1.0, angle, (0.0, 0.0))
     lengths = (math.sqrt(aa) / norm, math.sqrt(bb) / norm)
     longest = max(1.0, abs(alpha) * lengths[0], abs(beta) * lengths[1])  # parts that cancel are as exact as they are
     rest = target.minus(a, alpha).minus(b, beta).norm() / (norm * longest)

@@ -18,7 +18,7 @@ Detects: slime #179 (current over rollout), a correction that is inverted or app
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -70,13 +70,13 @@ def whitening(probe: Probe) -> str | None:
 
 
 def _whitening(probe: Probe) -> str | None:
-    batch, key, quiet = on_policy(probe), probe.step.roles["advantages"], probe.step.terms_off
+    batch, key, rest = on_policy(probe), probe.step.roles["advantages"], others(probe)
     a, once = batch[key], policy(probe).gradient
     constant = a.float().abs().mean().to(a.dtype)
-    if once.distance(alone(probe, probe.gradient({**batch, key: a + constant}, quiet))) <= NEAR:
-        return "the step centres its advantages, rows interact by declaration"
-    if once.distance(alone(probe, probe.gradient({**batch, key: 2 * a}, quiet))) <= NEAR:
-        return "the step scales its advantages, rows interact by declaration"
+    for how, edited in (("centres", a + constant), ("scales", 2 * a)):
+        there = probe.gradient({**batch, key: edited}, probe.step.terms_off)
+        if once.distance(there if rest is None else there.minus(rest.gradient)) <= NEAR:
+            return f"the step {how} its advantages, rows interact by declaration"
     return None
 
 
@@ -166,23 +166,15 @@ def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
     return min(counts) - SLACK - error <= k <= max(counts) + SLACK + error
 
 
-def at_one(probe: Probe) -> Slopes:
-    """The on-policy batch with all other terms off, evaluated once for all laws that start there."""
-    return _kept_slopes(probe, "slopes at ratio 1", lambda: on_policy(probe))
-
-
-def at_zero(probe: Probe) -> Slopes:
-    """The same with all advantages 0."""
-    return _kept_slopes(probe, "slopes at advantages 0", lambda: without_advantages(probe, on_policy(probe)))
-
-
-def _kept_slopes(probe: Probe, name: str, batch: Callable[[], edits.Batch]) -> Slopes:
-    roles = ("advantages", "behaviour", "proximal", *(("reference",) if "rewards" in probe.step.roles else ()))
+def at_one(probe: Probe, advantages: bool = True) -> Slopes:
+    """The on-policy batch (or that with all advantages 0) with all other terms off, evaluated once for all laws."""
+    roles = ("advantages", *edits.SAMPLERS, *(("reference",) if "rewards" in probe.step.roles else ()))
 
     def make() -> dict[str, Any]:
-        return {"slopes": probe.slopes(roles, batch(), probe.step.terms_off)}
+        batch = on_policy(probe) if advantages else without_advantages(probe, on_policy(probe))
+        return {"slopes": probe.slopes(roles, batch, probe.step.terms_off)}
 
-    found: Slopes = probe.kept_batch(name, make)["slopes"]
+    found: Slopes = probe.kept_batch(f"slopes at ratio 1, {advantages}", make)["slopes"]
     return found
 
 
@@ -199,7 +191,7 @@ def others(probe: Probe) -> Slopes | None:
         return None
     if not probe.step.rows_interact and proportion(probe) <= probe.tolerance:
         return None
-    rest, usual = at_zero(probe), at_one(probe).gradient.norm()
+    rest, usual = at_one(probe, advantages=False), at_one(probe).gradient.norm()
     some = rest.gradient.finite() and rest.gradient.norm() > probe.tolerance * usual
     return rest if some else None
 
@@ -210,12 +202,6 @@ def proportion(probe: Probe) -> float:
     there = probe.gradient(shifted(probe, doubled=True), {**probe.step.terms_off, **wider(probe)})
     once = at_one(probe).gradient
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
-
-
-def alone(probe: Probe, gradient: Gradient) -> Gradient:
-    """An on-policy gradient minus what remains of it at advantages 0."""
-    rest = others(probe)
-    return gradient if rest is None else gradient.minus(rest.gradient)
 
 
 def policy(probe: Probe) -> Slopes:

@@ -111,8 +111,7 @@ def _parts(probe: Probe) -> Rows:
     step = probe.step
     if step.rows_interact:
         raise Ends(LAW.not_applicable(WHOLE, "rows interact by declaration"))
-    far = _either_side(step)
-    apart = None if far is None else _pulling(probe, far)
+    apart = _elsewhere(probe, _either_side(step))
     if apart is not None and apart.within(probe.tolerance) and _by_count(probe, apart):
         raise Ends(LAW.finding(f"{WHOLE} (uneven, pairs on either side)", *_span_text(probe, apart), True))
     with probe.may_refuse(WHOLE, "a part of the rows cannot be run alone"):
@@ -120,11 +119,11 @@ def _parts(probe: Probe) -> Rows:
     if found is None:
         raise Ends(LAW.not_applicable(WHOLE, "a part has no finite gradient alone"))
     outcome = found.within(probe.tolerance)
-    if outcome and far is not None and not (apart is None and not _one_pulls(probe, far)):
-        same = apart is not None and apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance)
-        measured = "no gradient, and the first pair alone has one" if apart is None else _span_text(probe, apart)[0]
+    if outcome and apart is not None:
         yield LAW.finding(
-            "pairs on either side", measured, f"as before, {found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂", same,
+            "pairs on either side", _span_text(probe, apart)[0],
+            f"as before, {found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂",
+            apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance),
             "A pair's gradient depends on the other pairs: a hinge, a sigmoid or a clip is taken of the batch's "
             "mean margin instead of each pair's own.",
         )  # fmt: skip
@@ -135,7 +134,7 @@ def _parts(probe: Probe) -> Rows:
     measured, expected = _span_text(probe, found)
     if not outcome and step.terms_off and _term_by_term(probe):
         outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
-    if not outcome and (even := _evenly(probe)) is not None and even.within(probe.tolerance):
+    if not outcome and (even := _elsewhere(probe, edits.even(step))) is not None and even.within(probe.tolerance):
         # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
         # row has as many tokens, all these means are the same.
         raise Ends(LAW.finding(
@@ -170,7 +169,7 @@ def _term_by_term(probe: Probe) -> bool:
     return asked > 1
 
 
-def _either_side(step: Step) -> Step | None:
+def _either_side(step: Step) -> edits.Batch | None:
     """Half of the pairs far on the wrong side of the reference, half farther on the right one: a hinge that is
     taken per pair still has a gradient on the wrong ones, one of their mean on none."""
     if not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
@@ -179,16 +178,16 @@ def _either_side(step: Step) -> Step | None:
     old: Tensor = step.batch[key]
     side = torch.where(torch.arange(len(old), device=old.device) < (len(old) + 1) // 2, 1.0, -3.0)
     far = old + (3 * old.float().abs().mean() * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
-    return replace(step, batch={**step.batch, key: far})
+    return {**step.batch, key: far}
 
 
-def _pulling(probe: Probe, step: Step) -> Span | None:
-    """The cut of rows that have a gradient together."""
+def _elsewhere(probe: Probe, batch: edits.Batch | None) -> Span | None:
+    """The cut of another batch; None where the loss refuses it, or lets go of all its rows."""
     try:
-        whole = probe.gradient(step.batch)
-        return None if whole.norm() == 0 else _cut(probe, step, whole)
+        found = None if batch is None else _cut(probe, replace(probe.step, batch=batch))
     except Exception:  # the cut of the original rows reports what the loss refuses
         return None
+    return None if found is None or found.alpha == found.beta == found.rest == 0 else found
 
 
 def _by_count(probe: Probe, found: Span) -> bool:
@@ -207,13 +206,6 @@ def _alike(a: Span, b: Span, error: float) -> bool:
     return abs(a.alpha - b.alpha) <= first and abs(a.beta - b.beta) <= second
 
 
-def _one_pulls(probe: Probe, step: Step) -> bool:
-    """Whether all rows have no gradient together, and the first one alone does. (A loss may let go of a pair that is
-    far on either side.)"""
-    alone = probe.gradient(edits.take_rows(step, torch.tensor([0])))
-    return probe.gradient(step.batch).norm() == 0 and alone.finite() and alone.norm() > 0
-
-
 def _span_text(probe: Probe, found: Span) -> tuple[str, str]:
     return (
         f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
@@ -221,27 +213,16 @@ def _span_text(probe: Probe, found: Span) -> tuple[str, str]:
     )
 
 
-def _cut(probe: Probe, step: Step, whole: Gradient | None = None) -> Span | None:
+def _cut(probe: Probe, step: Step) -> Span | None:
     """The rows' gradient as a combination of two uneven parts' gradients; None where a part has none that is finite."""
     pieces = [probe.gradient(edits.take_rows(step, rows)) for rows in _uneven(step)]
-    if not all(p.finite() for p in pieces):
-        return None
-    return span(whole or probe.gradient(step.batch), *pieces)
+    return span(probe.gradient(step.batch), *pieces) if all(p.finite() for p in pieces) else None
 
 
 def _uneven(step: Step) -> tuple[Tensor, Tensor]:
     """A third of the rows, and the others."""
     cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
     return rows[:cut], rows[cut:]
-
-
-def _evenly(probe: Probe) -> Span | None:
-    """The same of the rows with equally many supervised tokens in each."""
-    try:
-        batch = edits.even(probe.step)
-        return None if batch is None else _cut(probe, replace(probe.step, batch=batch))
-    except Exception:  # a loss may refuse fewer rows, or masks that end before the row does
-        return None
 
 
 LAW = Law("SE", "splits", __doc__, check, quick=False, perturbed=True)
