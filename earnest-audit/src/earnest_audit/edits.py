@@ -51,9 +51,9 @@ def supervised_wide(step: Step) -> Tensor | None:
     """``supervised`` in the ids' width [B, T]; a mask that is one narrower is aligned with the shifted targets. None
     where it does not stand beside the ids."""
     ids, on = step.value("ids"), supervised(step)
-    if ids is None or on is None or ids.ndim != 2 or on.ndim != 2 or on.shape[0] != ids.shape[0]:
+    if ids is None or on is None or ids.ndim != 2 or on.ndim < 2 or on.shape[0] != ids.shape[0]:
         return None
-    return widened(on, ids.shape[1])
+    return widened(on if on.ndim == 2 else on.flatten(2).any(-1), ids.shape[1])
 
 
 def widened(on: Tensor, width: int) -> Tensor | None:

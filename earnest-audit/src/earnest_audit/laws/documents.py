@@ -39,36 +39,25 @@ def declared(step: Step) -> bool:
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    documents, ids, on = (step.batch[step.roles["documents"]], step.batch[step.roles["ids"]], edits.supervised(step))
-    assert on is not None
-    if documents.shape != ids.shape or on.shape[0] != ids.shape[0] or ids.shape[1] - on.shape[1] not in (0, 1):
-        why = f"documents {tuple(documents.shape)}, ids {tuple(ids.shape)} and the mask {tuple(on.shape)} do not fit"
-        raise Ends(LAW.not_applicable(PACKED, why))
+    documents, ids, on = step.batch[step.roles["documents"]], step.batch[step.roles["ids"]], edits.supervised_wide(step)
+    if on is None or documents.shape != ids.shape:
+        raise Ends(LAW.not_applicable(PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit"))
     begins = edits.begins(documents)
     if not bool(begins.any()):
         raise Ends(LAW.not_applicable(PACKED, "every row is one document"))
     yield from probe.tried({
-        PACKED: _others(probe, begins), SUMS: _sums(probe, begins), ALONE: _alone(probe, begins),
-        FIRST: _first(probe, begins),
+        PACKED: _others(probe, begins, on), SUMS: _sums(probe, begins), ALONE: _alone(probe, begins, on),
+        FIRST: _first(probe, begins, on),
     })  # fmt: skip
 
 
-def _whole(probe: Probe) -> Tensor:
-    """Where the loss is taken, in the ids' width; what is one narrower is aligned with the shifted targets."""
-    on, ids = edits.supervised(probe.step), probe.step.value("ids")
-    assert on is not None and ids is not None
-    found = edits.widened(on if on.ndim == 2 else on.flatten(2).any(-1), ids.shape[1])
-    assert found is not None
-    return found
-
-
-def _others(probe: Probe, begins: Tensor) -> Rows:
+def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
     """Every second document of a row is supervised, and the others are changed. Attention leaks forwards only; returns
     that are summed from the end leak backwards, so where there are signals the others are supervised, too."""
     step, number = probe.step, begins.long().cumsum(-1)
     # A document's first token is predicted from another document's last: edges are not supervised.
     edges = begins if edits.in_place(step) else begins | begins.roll(1, dims=-1) | begins.roll(-1, dims=-1)
-    inside = _whole(probe) & ~edges & (number[:, -1:] > 0)
+    inside = on & ~edges & (number[:, -1:] > 0)
     signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
     key, changes = step.roles["ids"], list[float]()
     ids: Tensor = step.batch[key]
@@ -125,10 +114,10 @@ def _signals(probe: Probe, batch: edits.Batch, where: Tensor, roles: list[str]) 
     return batch
 
 
-def _alone(probe: Probe, begins: Tensor) -> Rows:
+def _alone(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
     """A row that begins with its second document. Loss values first; gradients where these differ."""
     step, places = probe.step, torch.arange(begins.shape[1], device=begins.device)
-    inside_later = _whole(probe) & (begins.long().cumsum(-1) > 0) & ~begins
+    inside_later = on & (begins.long().cumsum(-1) > 0) & ~begins
     rows = inside_later.any(-1).nonzero()[:, 0].tolist()
     why = "rows interact by declaration" if step.rows_interact else _other_shapes(probe)
     if why is not None or not rows:
@@ -170,7 +159,7 @@ def _other_shapes(probe: Probe) -> str | None:
     return None
 
 
-def _first(probe: Probe, begins: Tensor) -> Rows:
+def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
     """Only documents' first tokens are supervised, where the batch supervises them: they must have no effect."""
     step = probe.step
     ids, labels, mask = step.value("ids"), step.value("labels"), step.value("mask")
@@ -179,7 +168,7 @@ def _first(probe: Probe, begins: Tensor) -> Rows:
     if not (ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])):
         raise Ends(LAW.not_applicable(FIRST, "it is not known which label belongs to which token"))
     where = begins.roll(-1, dims=-1) if ahead else begins
-    keep = _whole(probe) & where
+    keep = on & where
     shown = ids[begins & (keep.roll(1, dims=-1) if ahead else keep)].unique()
     if len(shown) < 2:
         # The same token begins every document: learning that it follows an end is harmless, and often intended.

@@ -93,11 +93,8 @@ def _sums(probe: Probe) -> Rows:
     weights = dict.fromkeys(step.fixed, 1.0)
     for metric, term in step.terms.items():
         weights[metric] = -float(step.knobs[term.knob]) if isinstance(term, Raises) else float(step.knobs[term])
-    missing = [m for m in weights if m not in reading.metrics]
-    if missing:
-        what = f"{missing[0]!r} is not returned"
-        yield LAW.finding(subject, what, "returned", False, f"Return {missing[0]!r} as a metric.")
-        return
+    if missing := [m for m in weights if m not in reading.metrics]:
+        raise Ends(_never_returned(missing[0]))
     parts = {m: w * reading.metrics[m] for m, w in weights.items()}
     total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
     room = max(ROUNDED, probe.coarsest) * scale
