@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from earnest.models.attention import grouped
-from earnest.models.decoding import Decoder, find_decoder
+from earnest.models.decoding import BodyDecoder, find_decoder
 
 if TYPE_CHECKING:
     from earnest.models.policy import Policy
@@ -125,7 +125,7 @@ class Cached:
         prefixes: Sequence[Prefix | None] | None = None,
     ) -> None:
         self.policy, self.cache = policy, cache
-        self.decoder: Decoder | None = None
+        self.decoder: BodyDecoder | None = None
         starts = [0 if p is None else len(p.tokens) for p in prefixes or [None] * len(prompts)]
         known = max(starts)
         if known:
@@ -325,7 +325,7 @@ def find_kind(policy: Policy) -> CacheKind:
 
 
 @torch.no_grad()
-def find_fast(policy: Policy) -> Decoder | None:
+def find_fast(policy: Policy) -> BodyDecoder | None:
     """The decoder of this body, if its hidden states equal those of the body on the same probe."""
     made = find_decoder(policy)
     if made is None:
@@ -345,7 +345,7 @@ def _obeys(
     ids: list[int],
     want: Float[Tensor, "T d"],
     lengths: list[int],
-    decoder: Decoder | None = None,
+    decoder: BodyDecoder | None = None,
 ) -> bool:
     """Whether prompts cut at ``lengths``, stepped twice in another order, give the whole sequence's hidden states."""
     order = torch.tensor([1, 0, 1], device=policy.device)

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3")  # transformers' names; their blocks differ in biases and key norms
 
 
-class Decoder:
+class BodyDecoder:
     """The blocks of a policy's body for one token per row; ``find_decoder`` makes it."""
 
     def __init__(self, body: Any, norm: type[nn.Module]) -> None:
@@ -109,7 +109,7 @@ def _bare(module: nn.Module) -> bool:
     return not module._forward_hooks and not module._forward_pre_hooks and "forward" not in module.__dict__
 
 
-def find_decoder(policy: Policy) -> Decoder | None:
+def find_decoder(policy: Policy) -> BodyDecoder | None:
     """The decoder of a policy whose body has these blocks, in float32 on a CPU with torch's attention; else None."""
     body: Any = policy.body
     config = policy.model.config.get_text_config(decoder=True)
@@ -125,4 +125,4 @@ def find_decoder(policy: Policy) -> Decoder | None:
     norm = getattr(home, f"{family}RMSNorm", None)
     if norm is None or not home.__name__.startswith("transformers.") or any(type(m) is not kinds[k] for m, k in found):
         return None
-    return Decoder(body, norm)
+    return BodyDecoder(body, norm)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import Cache, PreTrainedModel, PreTrainedTokenizerBase
 
     from earnest.models.cache import CacheKind
-    from earnest.models.decoding import Decoder
+    from earnest.models.decoding import BodyDecoder
 
 __all__ = ["SHARDED", "HeadSpec", "Policy"]
 
@@ -154,7 +154,7 @@ class Policy(Speech):
         return self.cache_kind == "buffered" and set(types) == {"full_attention"} and self.accepts("position_ids")
 
     @cached_property
-    def decoder(self) -> Decoder | None:
+    def decoder(self) -> BodyDecoder | None:
         """A step of the body without the calls between its modules, where it gives the body's hidden states."""
         from earnest.models.cache import find_fast
 
