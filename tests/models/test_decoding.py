@@ -13,7 +13,7 @@ from earnest.adapters import LoRA, attach
 from earnest.adapters.variants.full import Full
 from earnest.models import Policy, SampleSpec, load, sample
 from earnest.models.cache import Cached, start
-from earnest.models.decoding import Decoder, find_decoder
+from earnest.models.decoding import BodyDecoder, find_decoder
 from tests.models import tiny
 
 FAMILIES = {"llama", "llama_untied", "qwen2", "qwen3"}
@@ -63,8 +63,8 @@ def test_scaled_positions() -> None:
 
 def test_the_sampler_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
     policy, calls = tiny.policy("llama"), []
-    inner = Decoder.__call__
-    monkeypatch.setattr(Decoder, "__call__", lambda self, *given: calls.append(1) or inner(self, *given))  # type: ignore[func-returns-value]
+    inner = BodyDecoder.__call__
+    monkeypatch.setattr(BodyDecoder, "__call__", lambda self, *given: calls.append(1) or inner(self, *given))  # type: ignore[func-returns-value]
     _ = policy.decoder
     calls.clear()
     sample(policy, [[5, 6], [7]], 2, SampleSpec(max_new_tokens=5, stop_ids=()))
@@ -123,6 +123,6 @@ def change(module: nn.Module, how: str) -> Any:
 
 def test_a_decoder_with_wrong_states_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny.policy("llama")
-    inner = Decoder.__call__
-    monkeypatch.setattr(Decoder, "__call__", lambda self, *given: 1.1 * inner(self, *given))
+    inner = BodyDecoder.__call__
+    monkeypatch.setattr(BodyDecoder, "__call__", lambda self, *given: 1.1 * inner(self, *given))
     assert find_decoder(policy) is not None and policy.decoder is None
