@@ -45,13 +45,14 @@ from earnest.models.replies import message_tokens
 from earnest.replay.pipeline import replay
 from earnest.replay.settings import ReplayConfig
 from earnest.rollouts import Row, Trajectory, demonstration
-from earnest.rollouts.rows import stack
+from earnest.rollouts.rows import conversation_row, stack
 from earnest.runs.collect import BatchSource, attempt
 from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.own_data import standard_error
 from earnest.runs.setup import Setup, build
 from earnest.seeds import derive
 from earnest.tasks import Environment, Prompt, PromptStream, is_environment
+from earnest.tasks.playing import play, run_to_end
 from earnest.tasks.tool_environment import ToolEnvironment
 
 OWN, VERIFIERS = ("calculator", "lookup", "fix"), ("verifiers/shop_prices", "verifiers/alphabet_sort")
@@ -76,7 +77,7 @@ STARTS = {
     "lookup": Start(16, 4e-4),
     "fix": Start(40),
     "verifiers/shop_prices": Start(4, 2e-4),
-    "verifiers/alphabet_sort": Start(136, enough=0.4, most=240),
+    "verifiers/alphabet_sort": Start(160, enough=0.35, most=240),
     "smollm2": Start(5, 2e-4, rows=8, every=1, only=range(20, 30)),
 }
 """For each environment, and for SmolLM2. nano already calls the tool ``price`` for every item; at a higher rate it
@@ -92,8 +93,6 @@ SMOLLM2: dict[str, Any] = {
 """Settings for SmolLM2, for one core. Its own chat template has no tools; nano's has the same marks of messages."""
 LENGTH = {"verifiers/alphabet_sort": 64}
 """Tokens of a turn, where the recipe's 48 are too few."""
-LR = {"verifiers/alphabet_sort": 5e-4}
-"""The learning rate of GRPO, where it is not the recipe's."""
 ENVIRONMENTS = Path(__file__).parents[1] / "experiments" / "environments"
 DEMONSTRATIONS = 256
 GRPO, SDPO, SIMPO, BARRIER = (
@@ -151,11 +150,18 @@ def quiet(_: str) -> None:
 
 
 def demonstrations(policy: PolicyLike, environment: Environment, prompts: Sequence[Prompt]) -> list[Row]:
-    """The oracle's conversations; in the built-in environments every second one is an answer without a call instead."""
+    """The oracle's conversations. Every second one is an answer without a call in the built-in environments, and a
+    conversation of ``careless`` in an environment that has it."""
     rows: list[Row] = []
+    careless = None
     if not isinstance(environment, ToolEnvironment):
-        environment.oracle = importlib.import_module(environment.name.partition("/")[2]).oracle  # type: ignore[attr-defined]
+        module = importlib.import_module(environment.name.partition("/")[2])
+        environment.oracle, careless = module.oracle, getattr(module, "careless", None)  # type: ignore[attr-defined]
     for i, prompt in enumerate(prompts):
+        if i % 2 == 0 and careless is not None:
+            messages, _ = run_to_end(play(environment, prompt, careless))
+            rows.append(conversation_row(policy, environment, messages, 0, i))
+            continue
         if i % 2 or not isinstance(environment, ToolEnvironment):
             rows.append(demonstration(policy, environment, prompt, 0, i))
             continue
@@ -251,7 +257,6 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     started = time.perf_counter()
     _, recipe = recipes.read("agent")
     recipe["sampling"] |= {"max_new_tokens": LENGTH.get(task, 48)}
-    recipe["optimizer"] |= {"lr": LR.get(task, recipe["optimizer"]["lr"])}
     recipe |= SMOLLM2 if args.what == "smollm2" else {}
     recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
     recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 2}

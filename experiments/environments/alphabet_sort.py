@@ -96,4 +96,10 @@ def oracle(_: Any, history: tuple[Any, ...]) -> dict[str, str]:
     return {"role": "assistant", "content": "\n".join(["<sorted>", *lines, "</sorted>"])}
 
 
+def careless(_: Any, history: tuple[Any, ...]) -> dict[str, str]:
+    """The next message of a policy that writes all names in the order in which they came, and marks none."""
+    asked = [str(m["content"]).rpartition(": ")[2].removesuffix(".") for m in history if m["role"] == "user"]
+    return {"role": "assistant", "content": "\n".join(["<sorted>", *", ".join(asked).split(", "), "</sorted>"])}
+
+
 __all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]

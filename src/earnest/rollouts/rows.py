@@ -13,7 +13,7 @@ from earnest.rollouts.attempts import Attempt
 from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Segments, Trajectory
 from earnest.signals import Batch, Role, pairs_of
-from earnest.tasks import Environment, Prompt, Task, is_environment
+from earnest.tasks import Environment, Message, Prompt, Task, is_environment
 from earnest.tasks.playing import demonstration as solve
 from earnest.tasks.playing import run_to_end
 
@@ -130,7 +130,7 @@ def demonstrate(policy: PolicyLike, task: Task, prompt: Prompt) -> tuple[list[in
 
 
 def _solved(policy: PolicyLike, environment: Environment, prompt: Prompt, version: int, group: int) -> Row:
-    """A conversation of the environment's ``oracle``; its turns have weight 1, what it reads has weight 0."""
+    """A conversation in which the environment's ``oracle`` solves the prompt."""
     oracle = getattr(environment, "oracle", None)
     if oracle is None:
         raise ConfigError(
@@ -138,6 +138,19 @@ def _solved(policy: PolicyLike, environment: Environment, prompt: Prompt, versio
             "them as rows of messages with data: FILE."
         )
     messages = run_to_end(solve(environment, prompt, oracle))["messages"]
+    return conversation_row(policy, environment, messages, version, group, correct=True)
+
+
+def conversation_row(
+    policy: PolicyLike,
+    environment: Environment,
+    messages: Sequence[Message],
+    version: int,
+    group: int,
+    *,
+    correct: bool = False,
+) -> Row:
+    """A conversation to learn from: the assistant's messages have weight 1, what it read has weight 0."""
     tokens: list[int] = []
     weights: list[float] = []
     start = 0
@@ -155,4 +168,4 @@ def _solved(policy: PolicyLike, environment: Environment, prompt: Prompt, versio
         weights += [0.0] * len(read) + [1.0] * len(reply)
         tokens += [*read, *reply]
         opening = asked[:start]
-    return Row("demonstration", tuple(opening), tuple(tokens), group, version, correct=True, weights=tuple(weights))
+    return Row("demonstration", tuple(opening), tuple(tokens), group, version, correct=correct, weights=tuple(weights))
