@@ -42,6 +42,7 @@ from earnest.errors import NothingToTrain
 from earnest.models.places import nano_folder
 from earnest.models.protocol import PolicyLike
 from earnest.models.replies import message_tokens
+from earnest.replay import pairs
 from earnest.replay.pipeline import replay
 from earnest.replay.settings import ReplayConfig
 from earnest.rollouts import Row, Trajectory, demonstration
@@ -101,16 +102,18 @@ GRPO, SDPO, SIMPO, BARRIER = (
     {"kind": "simpo", "weight": 0.1},
     {"kind": "kl_barrier", "tau": 1.0, "over": "rmse"},
 )
+LOW = "replayed preferences, a tenth of the rate"
 CHANNELS: dict[str, list[dict[str, Any]]] = {
     "GRPO": [GRPO],
     "hint SDPO": [SDPO | {"weight": 1.0}],
     "replayed preferences": [SIMPO | {"weight": 1.0}],
+    LOW: [SIMPO | {"weight": 1.0}],
     "barrier": [BARRIER],
     "all four": [GRPO, SDPO, SIMPO, BARRIER],
     "best and worst": [SIMPO | {"weight": 1.0}],
     "all four, best and worst": [GRPO, SDPO, SIMPO, BARRIER],
 }
-REPLAYED = ("replayed preferences", "all four")
+REPLAYED = ("replayed preferences", LOW, "all four")
 """The arms whose preferences are pairs of replayed traces; those of the others are a prompt's best and worst
 conversation."""
 TRACES = 48
@@ -214,8 +217,11 @@ def endings(found: HeldOutEvaluation) -> dict[str, float]:
 
 
 def replayed(task: str, seed: int, model: Path, folder: Path) -> tuple[Path, int]:
-    """(file of pairs, how many). Traces are conversations of the warm-started policy on training prompts. It and nano
-    answer each of their turns again, and the environment judges."""
+    """(file of pairs, how many), made once. Traces are conversations of the warm-started policy on training prompts. It
+    and nano answer each of their turns again, and the environment judges."""
+    out = folder / "pairs.parquet"
+    if out.exists():
+        return out, len(pairs.read(out))
     _, recipe = recipes.read("agent")
     recipe |= {"model": str(model), "task": task, "objective": [GRPO], "seed": seed}
     setup = build(from_mapping(recipe), quiet)
@@ -235,7 +241,7 @@ def replayed(task: str, seed: int, model: Path, folder: Path) -> tuple[Path, int
         "clean": [{"op": "exact_duplicates", "field": "pair"}],
         "bad_lines": "drop",  # a turn with a malformed call has an answer without a call in the trace
         "seed": seed,
-        "out": str(folder / "pairs.parquet"),
+        "out": str(out),
     }
     made = replay(traces, ReplayConfig.model_validate(settings))
     return made.path, len(made.cleaned.pairs)
@@ -260,10 +266,11 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     recipe |= SMOLLM2 if args.what == "smollm2" else {}
     recipe |= {"model": str(model), "task": task, "objective": list(terms), "seed": seed, "steps": args.steps}
     recipe["eval"] = {"every": 0, "prompts": args.prompts, "samples": 2}
-    pairs = 0
+    count = 0
     if args.what == "channels" and arm in REPLAYED:
-        place, pairs = replayed(task, seed, model, Path(tempfile.mkdtemp(dir=model.parent)))
+        place, count = replayed(task, seed, model, model.parent)
         recipe["data"] = {"train": str(place), "heldout": 0.1}
+        recipe["optimizer"] |= {"lr": recipe["optimizer"]["lr"] / 10} if arm == LOW else {}
     setup = build(from_mapping(recipe), quiet)
     before = evaluate(setup, 0)
     rewards, spread, idle = _steps(setup, args.steps)
@@ -272,7 +279,7 @@ def train(arm: str, terms: Sequence[dict[str, Any]], task: str, seed: int, model
     return Result(
         arm, task, seed, warmed[0], args.steps, args.prompts, before.value, after.value, after.value - before.value,
         standard_error(gains) or float("nan"), endings(before), endings(after), rewards, spread, idle,
-        (warmed[1], time.perf_counter() - started), pairs,
+        (warmed[1], time.perf_counter() - started), count,
     )  # fmt: skip
 
 
