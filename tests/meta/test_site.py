@@ -70,17 +70,19 @@ def test_no_page_loads_anything_from_the_network(site: Path) -> None:
         assert loads == [], page
 
 
+WIDE = ("index", "choosing", "which-bug", "adapters", "audit-evidence", "reference/recipe", "reference/commands")
+"""Pages with the widest tables."""
+
+
 @pytest.mark.browser
 def test_the_site_reads_and_searches_from_the_disk(site: Path) -> None:
     with chromium() as browser:
         with opened(browser, site / "index.html", viewport={"width": 1280, "height": 900}) as watched:
             watched.page.keyboard.press("/")
-            watched.page.keyboard.type("leave-one-out advantages")
-            found = watched.page.locator(".md-search-result__item", has_text="Policy gradients").first
-            found.wait_for()
-            assert "leave-one-out" in found.inner_text()
+            watched.page.keyboard.type("glossary")
+            watched.page.locator(".md-search-result__item", has_text="Glossary").first.wait_for()
             assert watched.complaints == [] and [u for u in watched.requests if not u.startswith("file:")] == []
         with opened(browser, site / "index.html", viewport={"width": 375, "height": 812}) as watched:
-            for page in sorted(site.glob("**/*.html")):
-                watched.page.goto(page.as_uri())
+            for page in WIDE:
+                watched.page.goto((site / f"{page}.html").as_uri())
                 assert watched.page.evaluate("document.documentElement.scrollWidth") == 375, page
