@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from earnest.mutation.operators import Edit
-from scripts.mutants import coverage
+from scripts.mutants import coverage, table
 from scripts.mutants.judge import OUT, candidates, chance, first_failure, project, run, within
 from scripts.pins import ROOT
 
@@ -94,15 +94,18 @@ def look(test: str, each: int, room: float, copy: Path, measured: dict[str, Any]
         print(f"{test} {file}:{change.line} {change.what}: others {fate} {by} own {only}", flush=True)
 
 
-def rows(results: list[dict[str, Any]], shortened: dict[str, dict[str, Any]]) -> Iterable[str]:
-    """One line for each test that was changed or looked at."""
-    yield "| test | s before | s after | mutants | killed by others | only by it | what was done |"
-    yield "|---|---|---|---|---|---|---|"
+def rows(
+    results: list[dict[str, Any]], recorded: list[dict[str, Any]], shortened: dict[str, dict[str, Any]]
+) -> Iterable[str]:
+    """One line for each test that was shortened. ``recorded`` are the mutants of the packages' tables."""
+    yield "| test | s before | s after | recorded kills | mutants | killed by others | only by it | what was done |"
+    yield "|---|---|---|---|---|---|---|---|"
     for test, done in shortened.items():
         mine = list({(r["file"], r["line"], r["what"]): r for r in results if r["test"] == test}.values())
+        kills = sum(function_of(r["by"]) == test for r in recorded)
         others = sum(r["others"] in ("killed", "timeout") for r in mine)
         only = sum(r["own"] in ("killed", "timeout") for r in mine)
-        counts = f"{len(mine)} | {others} | {only}" if mine else " | | "
+        counts = f"{kills} | {len(mine)} | {others} | {only}"
         name = test.removeprefix("tests/").replace("::test_", "::")
         yield f"| `{name}` | {done['before']:g} | {done['after']:g} | {counts} | {done['what']} |"
 
@@ -116,7 +119,8 @@ def main() -> None:
     words = parser.parse_args()
     if words.table:
         results = [json.loads(line) for line in RESULTS.read_text().splitlines()] if RESULTS.exists() else []
-        print("\n".join(rows(results, json.loads(SHORTENED.read_text()))))
+        recorded = [mutant for mutants in table.results().values() for mutant in mutants]
+        print("\n".join(rows(results, recorded, json.loads(SHORTENED.read_text()))))
         return
     measured = coverage.load()
     with project() as copy:

@@ -31,4 +31,5 @@ def test_the_table_counts_a_mutant_once() -> None:
     one = {"test": "tests/a.py::test_x", "file": "f", "line": 1, "what": "w", "others": "survived", "own": "killed"}
     results = [one | {"own": "survived"}, one, one | {"line": 2, "others": "killed", "own": ""}]
     done = {"tests/a.py::test_x": {"before": 9.5, "after": 2, "what": "fewer seeds"}}
-    assert list(rows(results, done))[-1] == "| `a.py::x` | 9.5 | 2 | 2 | 1 | 1 | fewer seeds |"
+    recorded = [{"by": "tests/a.py::test_x[1]"}, {"by": "tests/a.py::test_xy"}, {"by": ""}]
+    assert list(rows(results, recorded, done))[-1] == "| `a.py::x` | 9.5 | 2 | 1 | 2 | 1 | 1 | fewer seeds |"
