@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError
 
 import earnest as en
+from earnest.errors import EarnestError
 from earnest.serve import learner, lessons
 from earnest.serve.learning import LearnConfig, overridden
 from tests.runs.tiny import tiny_folder
@@ -264,11 +265,27 @@ def test_feedback_that_cannot_be_learned_from_has_a_reason(live: Live, adapter) 
     found = [live.learned(f) for f in data]
     assert [f["status"] for f in found] == ["applied", "failed", "applied", "applied"]
     assert "512" in found[1]["note"] and found[1]["version"] is None
-    # Feedback that comes later is learned from together again.
-    items = [{"completion_id": live.chat(name)["id"], "text": text} for text in ("Too cold.", "Too loud.")]
-    data = live.http.post("/v1/feedback", json={"feedback": items}).json()["data"]
-    first, second = (live.learned(f) for f in data)
-    assert first["version"] == second["version"] is not None
+
+
+def test_after_a_failed_batch_each_feedback_is_alone_and_later_ones_are_together(
+    live: Live, adapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes: list[int] = []
+    real = learner.Learner._learn
+
+    def learn(self, row, config, feedback):
+        sizes.append(len(feedback))
+        if len(sizes) == 1:
+            raise EarnestError("one of them fails")
+        return real(self, row, config, feedback)
+
+    monkeypatch.setattr(learner.Learner, "_learn", learn)
+    name = adapter("together", updates=1, gate=SMALL)
+    for count in (3, 2):
+        items = [{"completion_id": live.chat(name)["id"], "text": "Too cold."} for _ in range(count)]
+        for given in live.http.post("/v1/feedback", json={"feedback": items}).json()["data"]:
+            assert live.learned(given)["status"] == "applied"
+    assert sizes == [3, 1, 1, 1, 2]
 
 
 def test_each_gate_compares_with_the_base_on_its_own_probes(live: Live, adapter) -> None:
