@@ -1,5 +1,5 @@
-"""Whether a run trains at all: steps of the watched optimizer, gradients that are present when it steps, a training
-mode that is kept, and changes of the parameters between two updates."""
+"""Whether a run trains at all: steps of the watched optimizer, gradients that are present when it steps, and a
+training mode that is kept."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class StepCounter:
             )  # fmt: skip
 
     def _stepping(self) -> Finding:
-        moved = any(now.shape == old.shape and not torch.equal(now, old) for now, old in self._now())
+        moved = any(p.numel() and not torch.equal(entries(p), old) for p, old in self._first)
         sure = self.ended and self.calls >= (ENOUGH if moved else MANY)
         sure = sure or (self.began and moved and self.calls >= MANY)
         why = (
@@ -127,9 +127,6 @@ class StepCounter:
             "GL", "the optimizer's steps", f"{self.calls} calls of w.step, no step of the optimizer was seen", "≥ 1",
             "fails" if sure else "not applicable", why,
         )  # fmt: skip
-
-    def _now(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return ((entries(p), old) for p, old in self._first)
 
 
 def unproved(findings: Iterator[Finding]) -> Iterator[Finding]:
@@ -181,37 +178,6 @@ class Mode:
             else "Whether that is meant only you know: batch norms are frozen so, and from_pretrained hands models "
             "over so.",
         )  # fmt: skip
-
-
-@dataclass
-class Between:
-    """Whether parameters are the same when an update begins as they were when the last one ended. Clamps, resets and
-    averages that are swapped in legitimately change them, so it is only reported."""
-
-    looks: int = 0
-    changed: int = 0
-    _kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-
-    def begin(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """The optimizer has stepped."""
-        self._kept = sampled(model, optimizer)
-
-    def end(self) -> None:
-        """It is about to step again."""
-        same = [torch.equal(entries(p), old) for p, old in self._kept if entries(p).shape == old.shape]
-        self.looks += bool(same)
-        self.changed += not all(same)
-        self._kept = []
-
-    def findings(self) -> Iterator[Finding]:
-        if self.changed:
-            yield Finding(
-                "GL", "parameters between two updates",
-                f"changed by something else than the optimizer in {self.changed} of {self.looks} looks", "unchanged",
-                "not declared",
-                "Weights are loaded, clamped, averaged or stepped by another optimizer between two updates. Where that "
-                "is meant, all is well.",
-            )  # fmt: skip
 
 
 def sampled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:

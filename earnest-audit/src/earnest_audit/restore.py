@@ -107,7 +107,9 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_u
     modes = {id(m): m.training for m in model.modules()}
     put_back = remember(optimizer) if optimizer is not None else None
     if optimizer is not None and not own_update:
-        _disable_hooks(optimizer)
+        for value in _reached(optimizer):
+            for name in HOOKS if isinstance(value, torch.optim.Optimizer) else ():
+                vars(value).get(name, {}).clear()
     try:
         yield
     finally:
@@ -131,99 +133,60 @@ def remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     ``load_state_dict`` would not do: it casts floating state to the parameter's dtype (fp32 master weights of bf16
     parameters lose their bits) and replaces the groups that a schedule may hold.
     """
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    seen: dict[int, Callable[[], Any]] = {}
-    whole = _snapshot(optimizer, owned, seen)
+    kept = [(value, _content(value)) for value in _reached(optimizer)]
 
     def put_back() -> None:
         with torch.no_grad():
-            whole()
+            for value, content in kept:
+                _refill(value, content)
 
     return put_back
 
 
-def _snapshot(value: Any, owned: set[int], seen: dict[int, Callable[[], Any]]) -> Callable[[], Any]:
-    """A function that hands ``value`` back, the same object with the content that it has now. Parameters are left to
-    the caller; what is neither tensor nor container is taken to be constant."""
-    if id(value) in owned:
-        return lambda: value
-    if id(value) in seen:
-        return seen[id(value)]
-    if isinstance(value, Tensor):
-        bits = value.detach().clone()
-
-        def tensor() -> Tensor:
-            if value.shape != bits.shape or value.dtype != bits.dtype:
-                return bits
-            if not torch.equal(_bits(value), _bits(bits)):
-                value.detach().copy_(bits)
-            return value
-
-        return seen.setdefault(id(value), tensor)
-    if isinstance(value, torch.optim.Optimizer | dict):
-        inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-        seen[id(value)] = lambda: value  # what holds itself is restored once
-        entries = {k: _snapshot(v, owned, seen) for k, v in inside.items()}
-
-        def mapping() -> Any:
-            found = {k: v() for k, v in entries.items()}
-            inside.clear()
-            inside.update(found)
-            return value
-
-        return mapping
-    if isinstance(value, list):
-        seen[id(value)] = lambda: value
-        parts = [_snapshot(v, owned, seen) for v in value]
-
-        def sequence() -> Any:
-            value[:] = [v() for v in parts]
-            return value
-
-        return sequence
-    if isinstance(value, tuple):
-        members = [_snapshot(v, owned, seen) for v in value]
-
-        def fixed() -> Any:
-            for member in members:
-                member()
-            return value
-
-        return fixed
-    return lambda: value
-
-
-def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """Every plain tensor that an optimizer keeps beside its parameters, at any depth."""
+def _reached(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What an optimizer keeps beside its parameters, at any depth, itself included: each object once."""
     seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    todo: list[Any] = [optimizer]
+    todo, found = [optimizer], list[Any]()
     while todo:
-        value = todo.pop()
+        value: Any = todo.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
-        if type(value) in (Tensor, nn.Parameter):
-            yield value
-        elif isinstance(value, torch.optim.Optimizer):
+        found.append(value)
+        if isinstance(value, torch.optim.Optimizer):
             todo += vars(value).values()
         elif isinstance(value, Mapping):
             todo += value.values()
         elif isinstance(value, list | tuple):
             todo += value
+    return found
 
 
-def _disable_hooks(value: Any, seen: set[int] | None = None) -> None:
-    """Remove the hooks of an optimizer and of those that it holds; ``remember`` restores them."""
-    seen = set() if seen is None else seen
-    if isinstance(value, list | tuple):
-        for each in value:
-            _disable_hooks(each, seen)
-    elif isinstance(value, torch.optim.Optimizer) and id(value) not in seen:
-        seen.add(id(value))
-        for name in HOOKS:
-            vars(value).get(name, {}).clear()
-        for each in vars(value).values():
-            _disable_hooks(each, seen)
+def _content(value: Any) -> Any:
+    """What ``_refill`` needs; the members of a container have contents of their own."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
+    return copy.copy(inside) if isinstance(inside, dict | list) else None
+
+
+def _refill(value: Any, content: Any) -> None:
+    if isinstance(value, Tensor):
+        if value.shape != content.shape or value.dtype != content.dtype:
+            value.data = content.clone()
+        elif not torch.equal(_bits(value), _bits(content)):
+            value.detach().copy_(content)
+    elif isinstance(value, list):
+        value[:] = content
+    elif content is not None:
+        inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
+        inside.clear()
+        inside.update(content)
+
+
+def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
+    """Every plain tensor that an optimizer keeps beside its parameters, at any depth."""
+    return (value for value in _reached(optimizer) if type(value) in (Tensor, nn.Parameter))
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -241,23 +204,22 @@ def without_dropout(model: nn.Module) -> Iterator[int]:
     in dropout modules, and in floats between 0 and 1 with "drop" in their name on modules and on their configs, which
     functional dropout reads at run time. A rate of 0 also survives a loss that calls ``model.train()``.
     """
-    kept: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+    rates: list[tuple[dict[str, Any], str, float]] = []
     for module in model.modules():
         own = vars(module)
         for place in (own, *(vars(own[c]) for c in CONFIGS if hasattr(own.get(c), "__dict__"))):
             for name, value in place.items():
                 rate = "drop" in name.lower() or (place is own and name == "p" and isinstance(module, _DropoutNd))
                 if rate and isinstance(value, float) and 0 < value <= 1:
-                    kept[id(place), name] = (place, value)
+                    rates.append((place, name, value))
+                    place[name] = 0.0
     outer = _OFF.get(model, [])
-    _OFF[model] = outer + [(place, name, value) for (_, name), (place, value) in kept.items()]
-    for (_, name), (place, _) in kept.items():
-        place[name] = 0.0
+    _OFF[model] = outer + rates
     try:
-        yield len(kept)
+        yield len(rates)
     finally:
         _OFF[model] = outer
-        for (_, name), (place, value) in kept.items():
+        for place, name, value in rates:
             place[name] = value
 
 

@@ -86,8 +86,8 @@ class Signals:
             if name not in KNOWN:
                 raise StepError(f"unknown signal {name!r}: {nearest(name, KNOWN)}")
 
-    def look(self, **signals: object) -> Iterator[Finding]:
-        """Count one batch, and yield what has been wrong in all batches.
+    def look(self, **signals: object) -> None:
+        """Count one batch.
 
         ``mask``        1 where the loss is taken [B, T]
         ``attention``   1 on real tokens [B, T]
@@ -114,7 +114,6 @@ class Signals:
             gap = (given["logprobs"].detach().double() - given["behaviour"].detach().double()).abs()
             on = _on(mask, gap)
             self.gap = max(self.gap or 0.0, float(gap[on].mean()) if bool(on.any()) else 0.0)
-        yield from (f for f in self.findings() if f.outcome == "fails")
 
     def findings(self) -> Iterator[Finding]:
         """One row per signal, up to now."""

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.activity import Between, Mode, StepCounter, at_gradients, entries, hooked, unproved
+from earnest_audit.activity import Mode, StepCounter, at_gradients, entries, hooked, unproved
 from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
 from earnest_audit.limits import ENOUGH, MANY
@@ -68,7 +68,6 @@ def _reentrant(loss: Tensor) -> bool:
 class _Parameter:
     """What was seen of one parameter."""
 
-    looks: int = 0
     gradients: int = 0  # looks with a gradient that is not all 0
     updates: int = 0  # looks at an update that had a gradient and a learning rate
     moved: int = 0  # … after which a bit had changed
@@ -102,11 +101,10 @@ class Watch:
         self._metrics: dict[str, tuple[float, int, int]] = {}  # the last value, how often in a row, how often at all
         self._shares: dict[str, list[float]] = {}
         self._terms_at = 0
-        self._broken: dict[tuple[str, str], Finding] = {}
+        self._broken: dict[str, Finding] = {}
         self._warned: set[tuple[str, str, bool]] = set()
         self._handles: list[Any] = []
-        self._cleared, self._norm, self._rates = Cleared(), Norm(), Rates()
-        self._steps, self._between = StepCounter(), Between()
+        self._cleared, self._norm, self._rates, self._steps = Cleared(), Norm(), Rates(), StepCounter()
 
     # --- the user's three calls ---------------------------------------------------------------------------------------
 
@@ -129,7 +127,7 @@ class Watch:
         self._cleared.stop()
         self._steps.ended = kind is None
         if kind is None:
-            self._warn_steps()
+            self._warn()
 
     def terms(self, losses: Mapping[str, Tensor]) -> None:
         """Each term's share of the gradient, now and then: one more backward per term, so ⅔ % of the run at most."""
@@ -141,16 +139,14 @@ class Watch:
             self._terms_at = sys.maxsize
             return
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        norms: dict[str, float] = {}
+        norms = dict.fromkeys(losses, 0.0)
         for name, loss in losses.items():
-            norms[name] = 0.0
             if loss.requires_grad:
                 found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
                 norms[name] = math.sqrt(sum(float(g.float().square().sum()) for g in found if g is not None))
         total = sum(norms.values())
         for name, norm in norms.items():
             self._shares.setdefault(name, []).append(norm / total if total else 0.0)
-            self._warn(self._term(name))
         again = any(len(s) == 1 and not s[0] for s in self._shares.values())  # one 0 is weak evidence: look again soon
         self._terms_at = self.updates + (self.every if again else TERMS_EVERY * len(losses))
 
@@ -158,16 +154,13 @@ class Watch:
         self, loss: Tensor | float | None = None, metrics: Mapping[str, Any] | None = None, **signals: Any
     ) -> None:
         """What this update logged and was made from; ``Signals.look`` lists the signals."""
-        values = {k: number(v) for k, v in (metrics or {}).items() if is_number(v)}
-        if loss is not None:
-            values["loss"] = number(loss)
-        self._norm.logged = next((v for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm"), None)
+        values = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
+        norms = (number(v) for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm" and is_number(v))
+        self._norm.logged = next(norms, None)
         self.logged(values)
+        self.signals.check_names(signals)
         if self.due:
-            for finding in self.signals.look(**signals):
-                self._warn(finding)
-        else:
-            self.signals.check_names(signals)
+            self.signals.look(**signals)
         self.mode.see(self.model)
         if self.optimizer is None:
             self.before_update()
@@ -175,21 +168,16 @@ class Watch:
             return
         self._steps.call(self.model, self.optimizer, self.due)
         if not self._steps.steps and self._steps.calls % MANY == 0:
-            self._warn_steps()
+            self._warn()
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that come when their update has been made."""
-        values = {k: number(v) for k, v in metrics.items() if is_number(v)}
-        for name, value in values.items():
+        for name, value in ((k, number(v)) for k, v in metrics.items() if is_number(v)):
             if not math.isfinite(value):
-                self._break(
-                    "GL", f"metric {name}", f"{value} at update {self.updates + 1}", "finite",
-                    f"{name} is not a number any more; what was learned since may be lost.",
-                )  # fmt: skip
+                self._break(f"metric {name}", value, f"{name} is not a number any more; what was learned since may be "
+                            "lost.")  # fmt: skip
             last, run, count = self._metrics.get(name, (math.nan, 0, 0))
             self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
-            if run + 1 >= MANY and value == last and self._has_to_move(name):
-                self._warn(self._moving(name))
 
     # --- around an update ---------------------------------------------------------------------------------------------
 
@@ -201,7 +189,6 @@ class Watch:
         """Gradients are there and the parameters are still the old ones."""
         self._steps.begin()
         self._cleared.end()
-        self._between.end()
         self.mode.see(self.model)
         if not self.due:
             return
@@ -209,36 +196,28 @@ class Watch:
         if self.optimizer is not None:
             self._rates.look(self.optimizer)
             self._norm.look(self.optimizer)
-        gradients = found = False
-        for name, p in self.model.named_parameters():
-            if not p.requires_grad:
-                if name in self._seen:  # frozen on purpose, for now
-                    self._seen[name].without = self._seen[name].stuck = self._seen[name].stray = 0
-                continue
-            seen = self._seen.setdefault(name, _Parameter())
-            seen.looks += 1
-            seen.without += 1
-            seen.before = None
-            if p.grad is None:
-                continue
-            size = float(p.grad.detach().abs().max()) if p.grad.numel() else 0.0
-            found = found or size != 0
-            if not math.isfinite(size):
-                self._break(
-                    "GL", f"gradient of {name}", f"{size} at update {self.updates + 1}", "finite",
-                    "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits.",
-                )  # fmt: skip
-            elif size > 0:
-                gradients = True
-                seen.gradients += 1
-                seen.without = 0
-                self._sampled(p, seen)
-        self._rates.count(gradients)
-        self._steps.look(found)
-        if self.looks == ENOUGH or self.looks > MANY:
-            self._warn(self._alive(), apart=self._late(self._dead()))
-        for finding in self._updating():
-            self._warn(finding)
+        sizes = [self._look(name, p) for name, p in self.model.named_parameters()]
+        self._rates.count(any(size > 0 and math.isfinite(size) for size in sizes))
+        self._steps.look(any(size != 0 for size in sizes))
+
+    def _look(self, name: str, p: nn.Parameter) -> float:
+        """The size of its gradient; 0 where there is none."""
+        if not p.requires_grad:
+            if name in self._seen:  # frozen on purpose, for now
+                self._seen[name].without = self._seen[name].stuck = self._seen[name].stray = 0
+            return 0.0
+        seen = self._seen.setdefault(name, _Parameter())
+        seen.without += 1
+        seen.before = None
+        size = float(p.grad.detach().abs().max()) if p.grad is not None and p.grad.numel() else 0.0
+        if not math.isfinite(size):
+            self._break(f"gradient of {name}", size, "An infinite or undefined gradient: a log of 0, an empty mask's "
+                        "mean, an overflow in 16 bits.")  # fmt: skip
+        elif size > 0:
+            seen.gradients += 1
+            seen.without = 0
+            self._sampled(p, seen)
+        return size
 
     def _sampled(self, p: Tensor, seen: _Parameter) -> None:
         """Keep what the update has to change; of what the optimizer does not own, what somebody else has to."""
@@ -262,54 +241,40 @@ class Watch:
                     seen.moved += moved
                     seen.stuck = 0 if moved else seen.stuck + 1
                     seen.before = None
-            if self.looks == ENOUGH or self.looks > MANY:
-                self._warn(self._bits(), apart=self._late(self._still()))
             assert self.optimizer is not None
             self._cleared.begin(p for group in self.optimizer.param_groups for p in group["params"])
-            self._between.begin(self.model, self.optimizer)
         self._end_update()
 
     def _end_update(self) -> None:
         self.mode.see(self.model)
         self.mode.update()
-        self.updates += 1
-        if self.mode.off >= MANY:
-            for finding in self.mode.findings():
-                self._warn(finding)
+        due, self.updates = self.due, self.updates + 1
+        if due:
+            self._warn()
 
-    def _warn_steps(self) -> None:
-        for finding in self._steps.findings(self.updates, self.looks):
-            self._warn(finding)
+    def _break(self, subject: str, value: float, meaning: str) -> None:
+        """What cannot be made good by later looks."""
+        measured = f"{value} at update {self.updates + 1}"
+        self._broken.setdefault(subject, Finding("GL", subject, measured, "finite", "fails", meaning))
 
-    def _dead(self) -> list[str]:
-        """Without a gradient from the beginning, or in the last MANY looks; what comes back is alive again."""
-        found = [n for n, s in self._seen.items() if s.without >= (MANY if s.gradients else ENOUGH)]
-        return [n for n in found if not idles(n, self.may_idle)]
-
-    def _still(self) -> list[str]:
-        return [n for n, s in self._seen.items() if s.stuck >= (MANY if s.moved else ENOUGH)]
-
-    def _strays(self) -> list[str]:
-        """With a gradient, not the optimizer's, and moved by nobody; where it owns none of the model, that is soon
-        sure."""
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        none = not any(id(p) in self._rates.now for p in named.values())
-        return [n for n in named if n in self._seen and self._seen[n].stray >= (ENOUGH if none else MANY)]
-
-    def _late(self, names: list[str]) -> bool:
-        """Whether one of them had a gradient, or moved, before."""
-        return any(self._seen[n].gradients and (self._seen[n].without or self._seen[n].moved) for n in names)
-
-    def _has_to_move(self, name: str) -> bool:
-        return name.rsplit("/", 1)[-1] in MOVES or name in self.moves
+    def _warn(self) -> None:
+        """Warn of each failure once; of one that begins later ("no longer") once more."""
+        for finding in self._rows():
+            key = (finding.law, finding.subject, "no longer" in finding.measured)
+            if finding.outcome == "fails" and key not in self._warned:
+                self._warned.add(key)
+                warnings.warn(str(finding), WatchWarning, stacklevel=4)
 
     # --- the verdict --------------------------------------------------------------------------------------------------
 
     def verdict(self) -> Verdict:
         """Everything that was watched, up to now."""
+        return Verdict(tuple(self._rows())).at(self.place)
+
+    def _rows(self) -> Iterator[Finding]:
+        yield from self._steps.findings(self.updates, self.looks)
         trained = self._steps.gradients and self.updates
-        rows = self._findings() if trained else unproved(self._findings())
-        return Verdict((*self._steps.findings(self.updates, self.looks), *rows)).at(self.place)
+        yield from self._findings() if trained else unproved(self._findings())
 
     def _findings(self) -> Iterator[Finding]:
         yield from self._broken.values()
@@ -323,26 +288,22 @@ class Watch:
             yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
         elif any(s.updates >= ENOUGH for s in self._seen.values()):
             yield self._bits()
-        yield from self._updating()
+        if self.optimizer is not None and self.looks >= ENOUGH:
+            yield self._owned()
+            for monitor in (self._rates, self._cleared, self._norm):
+                yield from monitor.finding()
         yield from map(self._term, self._shares)
         if not self._shares:
             yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
-        yield from self._standing()
+        has_to_move = {n for n in self._metrics if n.rsplit("/", 1)[-1] in MOVES} | set(self.moves)
+        yield from map(self._moving, sorted(has_to_move))
         yield from self.mode.findings()
-        yield from self._between.findings()
         yield from self.signals.findings()
 
-    def _standing(self) -> Iterator[Finding]:
-        """Metrics that have to move."""
-        for name in sorted({n for n in self._metrics if self._has_to_move(n)} | set(self.moves)):
-            count = self._metrics.get(name, (math.nan, 0, 0))[2]
-            if count < MANY:
-                yield Finding("MR", f"metric {name}", f"{count} values", f"≥ {MANY}", "not applicable", "")
-            else:
-                yield self._moving(name)
-
     def _moving(self, name: str) -> Finding:
-        value, run, count = self._metrics[name]
+        value, run, count = self._metrics.get(name, (math.nan, 0, 0))
+        if count < MANY:
+            return Finding("MR", f"metric {name}", f"{count} values", f"≥ {MANY}", "not applicable", "")
         return judged(
             "MR", f"metric {name}", f"the last {run} of {count} values are equal", f"fewer than {MANY}", run < MANY,
             f"{name} {'was' if run == count else 'became'} {value:.4g} and stays there while the policy is updated: "
@@ -360,20 +321,22 @@ class Watch:
         )  # fmt: skip
 
     def _alive(self) -> Finding:
-        dead = self._dead()
-        never = [n for n in dead if not self._seen[n].gradients]
+        """Without a gradient from the beginning, or in the last MANY looks; what comes back is alive again."""
+        seen = {n: s for n, s in self._seen.items() if not idles(n, self.may_idle)}
+        never = [n for n, s in seen.items() if not s.gradients and s.without >= ENOUGH]
+        lost = [n for n, s in seen.items() if s.gradients and s.without >= MANY]
         text = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
-        lost = [n for n in dead if n not in set(never)]
         text += f"{some(lost)} had a gradient once, and none in the last {MANY} looks or more. " if lost else ""
         return judged(
             "GL", f"{len(self._seen)} trainable parameters",
-            f"{len(self._seen) - len(dead)} got a gradient" + (f", {len(lost)} no longer do" if lost else ""),
-            "all", not dead,
+            f"{len(self._seen) - len(never) - len(lost)} got a gradient"
+            + (f", {len(lost)} no longer do" if lost else ""),
+            "all", not never and not lost,
             f"{text}Detached, bypassed, 0 · 0, or an expert that no token is sent to (declare it in may_idle).",
         )  # fmt: skip
 
     def _bits(self) -> Finding:
-        still = self._still()
+        still = [n for n, s in self._seen.items() if s.stuck >= (MANY if s.moved else ENOUGH)]
         late = sum(self._seen[n].moved > 0 for n in still)
         return judged(
             "GL", "the parameters' bits",
@@ -383,35 +346,19 @@ class Watch:
             "parameters in fp32, or raise the learning rate), or another tensor is updated.",
         )  # fmt: skip
 
-    def _updating(self) -> Iterator[Finding]:
-        """Of the updates themselves: see ``earnest_audit.updates``."""
-        if self.optimizer is None or self.looks < ENOUGH:
-            return
-        strays = self._strays()
-        yield judged(
+    def _owned(self) -> Finding:
+        """With a gradient, not the optimizer's, and moved by nobody; where it owns none of the model, that is soon
+        sure."""
+        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        none = not any(id(p) in self._rates.now for p in named.values())
+        strays = [n for n in named if n in self._seen and self._seen[n].stray >= (ENOUGH if none else MANY)]
+        return judged(
             "GL", "the optimizer's parameters", f"{len(strays)} trainable ones are not there, and stay constant", "0",
             not strays,
             f"{some(strays)} get a gradient and nobody moves them: they were unfrozen, or put in another's place, "
             "after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as a "
             "list.",
         )  # fmt: skip
-        yield from self._rates.finding()
-        yield from self._cleared.finding()
-        yield from self._norm.finding()
-
-    def _break(self, law: str, subject: str, measured: str, expected: str, meaning: str) -> None:
-        """What cannot be made good by later looks."""
-        finding = Finding(law, subject, measured, expected, "fails", meaning)
-        self._broken.setdefault((law, subject), finding)
-        self._warn(finding)
-
-    def _warn(self, finding: Finding, apart: bool = False) -> None:
-        """Warn once per finding; "no longer" and "never" (``apart``) count as two."""
-        key = (finding.law, finding.subject, apart)
-        if finding.outcome != "fails" or key in self._warned:
-            return
-        self._warned.add(key)
-        warnings.warn(str(finding), WatchWarning, stacklevel=4)
 
 
 def watch(

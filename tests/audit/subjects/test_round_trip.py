@@ -80,14 +80,6 @@ def test_a_save_that_loses_everything_is_seen() -> None:
     assert {f.law for f in audit(trip(False)).failures} == {"RT"}
 
 
-def test_the_old_name_of_the_perturbation_still_works() -> None:
-    parts: dict[str, Any] = {"save": lambda x, f: torch.save(x, f / "x"), "outputs": lambda x: x}
-    with pytest.warns(DeprecationWarning, match="perturb"):
-        trip = RoundTrip(
-            make=lambda: torch.zeros(3), kick=lambda x: x.add_(1.0),  # type: ignore[call-arg]
-            load=lambda x, f: x.copy_(torch.load(Path(f) / "x")), **parts,
-        )  # fmt: skip
-    assert audit(trip).holds
 
 
 def shaken(model: nn.Module) -> None:

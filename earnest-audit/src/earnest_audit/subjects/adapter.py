@@ -11,7 +11,7 @@ leaves a bias or a scale behind, an adapter that trains nothing
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.law import Law
-from earnest_audit.precision import rounding
-from earnest_audit.restore import perturbation_sizes
-from earnest_audit.subjects.base import gap, largest, outputs, relative
+from earnest_audit.restore import perturbation_sizes, put_back
+from earnest_audit.subjects.base import gap, largest, outputs, same
 from earnest_audit.verdict import Finding
 
 
@@ -45,7 +44,7 @@ class AdapterStart:
         adapted = self.attach(self.model) or self.model
         if self.identity:
             why = "The adapter changes the model before any training: its initialization is not the identity."
-            yield self._same("at initialization", before, adapted, why)
+            yield same(LAW, "at initialization", before, outputs(self.outputs, adapted), self.tolerance, why)
         else:
             yield LAW.not_applicable("at initialization", "it changes the outputs by declaration")
         trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -53,7 +52,12 @@ class AdapterStart:
         names = f"{len(own)} of {len(trained)} trainable parameters are the adapter's"
         why = "Nothing of the adapter is trainable, or base weights are trained with it."
         yield LAW.finding("what is trainable", names, "all, and some", bool(own) and len(own) == len(trained), why)
-        kept = [p.detach().clone() for p in own]
+        with put_back(own):
+            yield from self._perturbed(adapted, own, before)
+        changed = [name for name, p, old in base.values() if not torch.equal(p.detach(), old)]
+        yield LAW.none("base weights", changed, f"{len(changed)} changed", " changed when the adapter was attached.")
+
+    def _perturbed(self, adapted: nn.Module, own: Sequence[Tensor], before: Tensor) -> Iterator[Finding]:
         with torch.no_grad():
             rng = torch.Generator().manual_seed(0)
             for p, size in zip(own, perturbation_sizes(own, 1.0), strict=True):
@@ -66,16 +70,7 @@ class AdapterStart:
         else:
             with self.disable(adapted):
                 why = "With the adapter disabled the model is not the base: a bias, a scale or a merged weight is left."
-                yield self._same("disabled", before, adapted, why)
-        with torch.no_grad():
-            for p, old in zip(own, kept, strict=True):
-                p.copy_(old)
-        changed = [name for name, p, old in base.values() if not torch.equal(p.detach(), old)]
-        yield LAW.none("base weights", changed, f"{len(changed)} changed", " changed when the adapter was attached.")
-
-    def _same(self, subject: str, before: Tensor, model: nn.Module, meaning: str) -> Finding:
-        room = rounding(before) if self.tolerance is None else self.tolerance
-        return LAW.agrees(subject, relative(before, outputs(self.outputs, model)), room, meaning, "outputs off by {}")
+                yield same(LAW, "disabled", before, outputs(self.outputs, adapted), self.tolerance, why)
 
 
 LAW = Law("ADAPTER", "adapter at initialization (AdapterStart)", __doc__, AdapterStart.check)

@@ -26,9 +26,10 @@ Detects: one sample per prompt (all advantages 0), statistics along the wrong ax
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,19 +47,17 @@ EXACT = (0.0, 1.0)  # values that no mean rounds
 EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up and divided by seven, is not 0.7 in fp32
 
 
-@dataclass(frozen=True, eq=False)
-class Draw:
-    """Rewards, groups and their advantages; ``scale`` is what differences are relative to, ``room`` how large they may
-    be."""
+class Relation(NamedTuple):
+    """Rewards and groups that are edited, and the advantages that they must give."""
 
-    rewards: Tensor
-    groups: Tensor
-    base: Tensor
-    scale: float
-    room: float
-
-    def same(self, subject: str, a: Tensor, b: Tensor, meaning: str) -> Finding:
-        return LAW.agrees(subject, float((a - b).abs().max()) / max(self.scale, 1e-12), self.room, meaning)
+    subject: str
+    edit: tuple[Tensor, Tensor]
+    wanted: Tensor  # on ``rows`` of the result
+    meaning: str
+    rows: Tensor | slice = slice(None)
+    changed: Tensor | None = None  # the rows of ``wanted`` whose rewards the edit changes
+    keeps_values: bool = False  # the edit draws no other values than the declared ones
+    refusable: bool = False  # an estimator may raise instead
 
 
 @dataclass
@@ -93,115 +92,102 @@ class AdvantageEstimator:
         why = "The estimator writes into its inputs: what is logged or used afterwards are not the rewards any more."
         given, unchanged = untouched(LAW, self.fn, {"rewards": rewards, "groups": groups}, why)
         given = torch.as_tensor(given).detach().reshape(-1).clone()
-        base = given.float()
-        draw = Draw(rewards, groups, base, float(base.abs().max()), _room(rewards, groups, given, self.over))
-        largest = f"largest {draw.scale:.3g}"
-        yield LAW.finding(
-            "advantages", largest, "not all 0", draw.scale > 0, "Every advantage is 0: nothing is learned."
-        )
+        base, room = given.float(), self._room(rewards, groups, given)
+        scale = float(base.abs().max())
+        why = "Every advantage is 0: nothing is learned."
+        yield LAW.finding("advantages", f"largest {scale:.3g}", "not all 0", scale > 0, why)
         if not self.in_place:
             yield unchanged
+        for relation in self._relations(rewards, groups, base, rng):
+            yield self._judged(relation, scale, room)
         if self.over == "group":
-            yield from self._alone()
-            yield from self._grouped(draw)
-        for subject, wanted, edit, meaning in self._relations(draw, rng):
-            if self.values is not None and subject != "permuted rows":
-                yield LAW.not_applicable(subject, "leads out of the declared values")
-            else:
-                yield draw.same(subject, wanted, self._run(*edit), meaning)
+            yield self._centred(rewards, groups, base, room)
         if self.over != "none":
-            yield self._equal(draw.scale)
+            yield self._equal(scale)
             yield from self._one_of_many(rewards, groups)
-        yield self._missing(draw)
+        yield self._missing(rewards, groups, scale, room)
 
-    def _relations(self, draw: Draw, rng: torch.Generator) -> Iterator[tuple[str, Tensor, tuple[Tensor, Tensor], str]]:
-        """Subject, the advantages that are expected, the edited rewards and groups, what a failure means."""
-        rewards, groups, base = draw.rewards, draw.groups, draw.base
-        if self.over == "batch":
-            why = "A constant on all rewards moves the advantages: they are not centred."
-            yield "shift of all rewards", base, (rewards + SHIFT, groups), why
-        why = (
-            "Scaling the rewards does not have the declared effect: the division by the standard deviation is in the "
-            "wrong mode."
-        )
-        yield f"scale ({self.scale})", base if self.scale == "free" else base * 2, (rewards * 2, groups), why
-        order = self._order(rng)
-        why = "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
-        yield "permuted rows", base[order], (rewards[order], groups[order]), f"{why}place."
-
-    def _alone(self) -> Iterator[Finding]:
+    def _judged(self, relation: Relation, scale: float, room: float) -> Finding:
+        subject, wanted = relation.subject, relation.wanted
+        if self.values is not None and not relation.keeps_values:
+            return LAW.not_applicable(subject, "leads out of the declared values")
         try:
-            rewards = [0.3, 1.7] if self.values is None else list(self._ends())
-            found = self._run(torch.tensor(rewards), torch.tensor([0, 1]))
-        except Exception:  # it refuses them, with an error that its user sees
-            return
-        if bool((found == 0).all()):
-            why = "One sample per prompt has a zero gradient here."
-            yield LAW.not_applicable("groups of one row", "advantages are 0", why)
+            found = self._run(*relation.edit)[relation.rows]
+        except Exception as error:
+            if not relation.refusable:
+                raise
+            return LAW.not_applicable(subject, f"raises {type(error).__name__}")
+        if relation.changed is not None:
+            found = self._alike(found, wanted, relation.changed)
+        return LAW.agrees(subject, float((wanted - found).abs().max()) / max(scale, 1e-12), room, relation.meaning)
 
-    def _grouped(self, draw: Draw) -> Iterator[Finding]:
-        rewards, groups, base, room = draw.rewards, draw.groups, draw.base, draw.room
-        first = groups == groups[0]
-        if self.values is not None:
-            yield LAW.not_applicable("shift of one group", "leads out of the declared values")
-        else:
-            shifted = self._run(rewards + SHIFT * first.float(), groups)
-            yield draw.same(
-                "shift of one group", base, self._alike(shifted, base, first),
-                "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
-                'over="batch", or scaled_over="batch" or "mean", where that is intended), or the groups are cut '
-                "wrongly (tiled against interleaved).",
+    def _relations(self, rewards: Tensor, groups: Tensor, base: Tensor, rng: torch.Generator) -> Iterator[Relation]:
+        if self.over == "group":
+            yield from self._local(rewards, groups, base)
+        if self.over == "batch":
+            yield Relation(
+                "shift of all rewards", (rewards + SHIFT, groups), base,
+                "A constant on all rewards moves the advantages: they are not centred.",
             )  # fmt: skip
-        yield self._refusable(
-            "other names of the groups", (rewards, groups + NAMES), draw, lambda found: (base, found),
+        yield Relation(
+            f"scale ({self.scale})", (rewards * 2, groups), base if self.scale == "free" else base * 2,
+            "Scaling the rewards does not have the declared effect: the division by the standard deviation is in the "
+            "wrong mode.",
+        )  # fmt: skip
+        order = self._order(rng)
+        yield Relation(
+            "permuted rows", (rewards[order], groups[order]), base[order],
+            "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
+            "place.", keeps_values=True,
+        )  # fmt: skip
+
+    def _local(self, rewards: Tensor, groups: Tensor, base: Tensor) -> Iterator[Relation]:
+        """What is done to one group, or to the groups' names, stays there."""
+        first = groups == groups[0]
+        yield Relation(
+            "shift of one group", (rewards + SHIFT * first.float(), groups), base,
+            "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
+            'over="batch", or scaled_over="batch" or "mean", where that is intended), or the groups are cut '
+            "wrongly (tiled against interleaved).", changed=first,
+        )  # fmt: skip
+        yield Relation(
+            "other names of the groups", (rewards, groups + NAMES), base,
             f"The same groups are called {NAMES}, {NAMES + 1}, … instead of 0, 1, …, and advantages change without an "
             "error: a name is taken for a place or a number. Raise, or count the names that are there.",
+            keeps_values=True, refusable=True,
         )  # fmt: skip
-        other = self._run(torch.where(first, self._others(rewards, first), rewards), groups)
-        if bool(first.all()):
-            yield LAW.not_applicable("group locality", "one group", "Declare groups=2 or more.")
-        else:
-            yield draw.same(
-                "group locality", base[~first], self._alike(other[~first], base[~first], first[~first]),
-                "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
-                'design, declare scaled_over="batch".)',
-            )  # fmt: skip
-            rest = groups[:-1] != groups[-1]
-            mine, unchanged = base[:-1][rest], torch.zeros_like(rest[rest])
-            yield self._refusable(
-                "groups of unequal size", (rewards[:-1], groups[:-1]), draw,
-                lambda found: (mine, self._alike(found[rest], mine, unchanged)),
-                "A row is missing in one group (filtered, for example), and other groups' advantages change: groups "
-                "are cut by place, and rows of two prompts are compared. Raise where groups are not full.",
-            )  # fmt: skip
+        if self.groups < 2:
+            return
+        yield Relation(
+            "group locality", (torch.where(first, self._others(rewards, first), rewards), groups), base[~first],
+            "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
+            'design, declare scaled_over="batch".)', ~first, first[~first], keeps_values=True,
+        )  # fmt: skip
+        rest = groups[:-1] != groups[-1]
+        yield Relation(
+            "groups of unequal size", (rewards[:-1], groups[:-1]), base[:-1][rest],
+            "A row is missing in one group (filtered, for example), and other groups' advantages change: groups "
+            "are cut by place, and rows of two prompts are compared. Raise where groups are not full.",
+            rest, torch.zeros_like(rest[rest]), keeps_values=True, refusable=True,
+        )  # fmt: skip
+
+    def _centred(self, rewards: Tensor, groups: Tensor, base: Tensor, room: float) -> Finding:
         if self.scaled_over == "row":  # each row is divided by its own number: the signs are what is left of a sum
             means = torch.stack([rewards[groups == g].mean() for g in groups])
             clear = (rewards - means).abs() > room * rewards.abs().max()  # not a reward that is its group's mean
             wrong = int((torch.sign(base) != torch.sign(rewards - means))[clear].sum())
             why = "A row's advantage has another sign than its reward against its group's mean."
             measured = f"{wrong} of {len(base)} rows are not"
-            yield LAW.finding("above the group's mean is positive", measured, "none", wrong == 0, why)
-        elif self.baseline == "other":
-            yield LAW.not_applicable("sum over a group", "the baseline is not the mean")
-        else:
-            sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
-            near = room * draw.scale * self.size
-            yield LAW.finding(
-                "sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near,
-                "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is "
-                'intended, such as a median, declare baseline="other".)',
-            )  # fmt: skip
-
-    def _refusable(
-        self, subject: str, edit: tuple[Tensor, Tensor], draw: Draw,
-        pair: Callable[[Tensor], tuple[Tensor, Tensor]], meaning: str,
-    ) -> Finding:  # fmt: skip
-        """A change that an estimator may refuse (other names, other sizes); it must not change advantages."""
-        try:
-            found = self._run(*edit)
-        except Exception as error:
-            return LAW.not_applicable(subject, f"raises {type(error).__name__}")
-        return draw.same(subject, *pair(found), meaning)
+            return LAW.finding("above the group's mean is positive", measured, "none", wrong == 0, why)
+        if self.baseline == "other":
+            return LAW.not_applicable("sum over a group", "the baseline is not the mean")
+        sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
+        near = room * float(base.abs().max()) * self.size
+        return LAW.finding(
+            "sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near,
+            "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is "
+            'intended, such as a median, declare baseline="other".)',
+        )  # fmt: skip
 
     def _draw(self, groups: Tensor, rng: torch.Generator) -> Tensor:
         """Of the declared values, or normal. A group of declared ones keeps a spread when it loses any row, if its size
@@ -235,11 +221,9 @@ class AdvantageEstimator:
         if self.values is None:
             return rewards * 3 - 1
         (low, high), changed = self._ends(), rewards.clone()
-        rights = (first & (rewards == high)).nonzero().flatten()
-        if len(rights) > 1:
-            changed[rights[0]] = low
-        else:
-            changed[(first & (rewards == low)).nonzero().flatten()[:1]] = high
+        several = int((first & (rewards == high)).sum()) > 1
+        old, new = (high, low) if several else (low, high)
+        changed[(first & (rewards == old)).nonzero()[:1]] = new
         return changed
 
     def _alike(self, found: Tensor, base: Tensor, changed: Tensor) -> Tensor:
@@ -254,29 +238,16 @@ class AdvantageEstimator:
 
     def _equal(self, scale: float) -> Finding:
         """Equal rewards, in group sizes and values whose mean is rounded: there rounding is divided by rounding."""
-        worst, where, tried, rounded = 0.0, "", False, 0.0
-        sizes = [(self.size, 0.7), *EQUAL]
-        values = EXACT if self.values is None else tuple(map(float, self.values))
-        cases = [(n, v) for n, _ in sizes for v in values] + (sizes if self.values is None else [])
-        for size, value in cases:
-            rewards, groups = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
-            if self.over == "group" and self.scaled_over == "batch":  # so that the batch has a spread
-                other = value + 1 if self.values is None else next(v for v in self._ends() if v != value)
-                spread = torch.where(torch.arange(size) % 2 == 0, value, other)
-                rewards, groups = torch.cat([rewards, spread]), torch.arange(2 * size) // size
-            try:
-                found = self._run(rewards, groups)[:size]
-            except Exception:  # an estimator of groups of one size
-                continue
-            tried = True
-            largest = float(found.abs().max()) if bool(torch.isfinite(found).all()) else float("inf")
-            if self.values is None and value not in EXACT and largest < float("inf"):
-                rounded = max(rounded, largest)
-            elif largest > worst:
-                worst, where = largest, f" for {size} rewards of {value:g}"
         subject, room = "equal rewards", NOISE * scale
-        if not tried:
+        sizes = [(self.size, 0.7), *EQUAL]
+        cases = [(n, float(v)) for n, _ in sizes for v in self.values or EXACT]
+        found = {case: self._at_equal(*case) for case in cases + (sizes if self.values is None else [])}
+        found = {case: largest for case, largest in found.items() if largest >= 0}
+        if not found:
             return LAW.not_applicable(subject, "one group alone is refused")
+        rounds = [c for c, x in found.items() if self.values is None and c[1] not in EXACT and math.isfinite(x)]
+        (size, value), worst = max(((c, x) for c, x in found.items() if c not in rounds), key=lambda case: case[1])
+        rounded = max((found[case] for case in rounds), default=0.0)
         if worst <= room < rounded:  # right for rewards of 0 and 1, which is what most graders give
             return LAW.finding(
                 subject, f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0", "not declared",
@@ -284,10 +255,23 @@ class AdvantageEstimator:
                 "to the spread. Declare values=(…) with those that occur, and they are checked.",
             )  # fmt: skip
         return LAW.finding(
-            subject, f"largest {worst:.2g}{where}", f"0, up to {room:.1g}", worst <= room,
+            subject, f"largest {worst:.2g} for {size} rewards of {value:g}", f"0, up to {room:.1g}", worst <= room,
             "All answers are worth the same, and advantages are as large as real ones (or not finite): the rounding of "
             "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0.",
         )  # fmt: skip
+
+    def _at_equal(self, size: int, value: float) -> float:
+        """The largest advantage in a group of equal rewards; -1 where groups of this size are refused."""
+        rewards, groups = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
+        if self.over == "group" and self.scaled_over == "batch":  # so that the batch has a spread
+            other = value + 1 if self.values is None else next(v for v in self._ends() if v != value)
+            spread = torch.where(torch.arange(size) % 2 == 0, value, other)
+            rewards, groups = torch.cat([rewards, spread]), torch.arange(2 * size) // size
+        try:
+            found = self._run(rewards, groups)[:size]
+        except Exception:
+            return -1.0
+        return float(found.abs().max()) if bool(torch.isfinite(found).all()) else math.inf
 
     def _one_of_many(self, rewards: Tensor, groups: Tensor) -> Iterator[Finding]:
         """One right answer among wrong ones: of n numbers none is further than √n standard deviations from the mean,
@@ -296,14 +280,13 @@ class AdvantageEstimator:
         one = torch.full_like(rewards, low)
         for g in groups.unique():
             one[(groups == g).nonzero()[0]] = high
-        given, bound = self._run(one, groups), 2.0 * len(groups) * max(1.0, high - low)
+        raw = self._raw(one, groups)
+        given, right, bound = raw.float(), one == high, 2.0 * len(groups) * max(1.0, high - low)
         finite = bool(torch.isfinite(given).all())
-        found = float(given.abs().max()) if finite else float("inf")
+        found = float(given.abs().max()) if finite else math.inf
         why = "One right answer gets an unbounded advantage: it is divided by the others' spread, which is 0."
-        yield LAW.finding(
-            "one right answer among wrong ones", f"largest {found:.3g}", f"≤ {bound:g}", found <= bound, why
-        )
-        right = one == high
+        subject = "one right answer among wrong ones"
+        yield LAW.finding(subject, f"largest {found:.3g}", f"≤ {bound:g}", found <= bound, why)
         if not finite or bool(right.all()):  # groups of one
             return
         subject = "the right answer stands above the wrong ones"
@@ -311,8 +294,7 @@ class AdvantageEstimator:
             why = "One right answer has a zero gradient here: legitimate where such groups are left out by design."
             yield LAW.not_applicable(subject, "every advantage is 0", why)
             return
-        worst, best = float(given[right].min()), float(given[~right].max())
-        room = _room(one, groups, self._raw(one, groups), self.over) * found
+        worst, best, room = float(given[right].min()), float(given[~right].max()), self._room(one, groups, raw) * found
         yield LAW.finding(
             subject, f"right {worst:.3g}, wrong up to {best:.3g}",
             f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong",
@@ -321,33 +303,28 @@ class AdvantageEstimator:
             "or a baseline that lies outside of the rewards.",
         )  # fmt: skip
 
-    def _missing(self, draw: Draw) -> Finding:
+    def _missing(self, rewards: Tensor, groups: Tensor, scale: float, room: float) -> Finding:
         """A reward that could not be computed (a grader that failed, an answer that was cut) is no reward of 0."""
         subject, expected = "a missing (NaN) reward", "an error, NaN, or a group without that row, or without any"
         if self.values is not None:
             return LAW.not_applicable(subject, "leads out of the declared values")
-        rewards, groups = draw.rewards, draw.groups
-        broken = rewards.clone()
-        broken[0] = torch.nan
+        missing = torch.arange(len(groups)) == 0
+        reach = (groups == groups[0]) & ~missing if self.over == "group" else ~missing
         try:
-            found = self._run(broken, groups)
+            found = self._run(torch.where(missing, torch.nan, rewards), groups)[reach]
         except Exception as error:
             return LAW.finding(subject, f"raises {type(error).__name__}", expected, True)
-        reach = groups == groups[0] if self.over == "group" else torch.ones_like(groups, dtype=torch.bool)
-        reach[0] = False
-        rest = torch.arange(len(groups)) != 0
-        if bool(found[reach].isnan().all()) or bool((found[reach] == 0).all()):
-            what = "NaN" if bool(found[reach].isnan().any()) else "left out"
-            return LAW.finding(subject, f"its group is {what}", expected, True)
+        if bool(found.isnan().all()) or bool((found == 0).all()):
+            return LAW.finding(subject, "its group is NaN or left out", expected, True)
         try:
-            without = self._run(rewards[rest], groups[rest])
+            without = self._run(rewards[1:], groups[1:])[reach[1:]]
         except Exception as error:  # an estimator of groups of one size cannot be checked
             return LAW.not_applicable(subject, f"cannot be left out ({type(error).__name__})")
-        if not bool(torch.isfinite(without[reach[1:]]).all()):  # what is left of the group has no spread
+        if not bool(torch.isfinite(without).all()):  # what is left of the group has no spread
             return LAW.not_applicable(subject, "the rest of its group has no advantages")
-        off = float((found[1:] - without)[reach[1:]].abs().max()) / max(draw.scale, 1e-12)
+        off = float((found - without).abs().max()) / max(scale, 1e-12)
         return LAW.finding(
-            subject, f"the others are off by {off:.2g}", expected, off <= draw.room,
+            subject, f"the others are off by {off:.2g}", expected, off <= room,
             "A missing reward becomes a number without an error, and the other answers are compared with it: leave the "
             "row out of its group's statistics, or raise.",
         )  # fmt: skip
@@ -359,15 +336,14 @@ class AdvantageEstimator:
         """As the estimator gives it, in its own dtype."""
         return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().reshape(-1)
 
-
-def _room(rewards: Tensor, groups: Tensor, given: Tensor, over: str) -> float:
-    """Rounding of the largest shifted reward, in the dtype of what is ``given`` back, over the smallest spread that a
-    group (or the batch) divides by, and the usual constant in that division's denominator."""
-    parts = [rewards[groups == g] for g in groups.unique()] if over == "group" else [rewards]
-    spread = min((float(p.std()) for p in parts if len(p) > 1), default=1.0)
-    # 16 bits: a few units in the last place; more would let anything pass.
-    unit = rounding(rewards) if given.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(given.dtype).eps
-    return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
+    def _room(self, rewards: Tensor, groups: Tensor, given: Tensor) -> float:
+        """Rounding of the largest shifted reward, in the dtype of what is ``given`` back, over the smallest spread that
+        a group (or the batch) divides by, and the usual constant in that division's denominator."""
+        parts = [rewards[groups == g] for g in groups.unique()] if self.over == "group" else [rewards]
+        spread = min((float(p.std()) for p in parts if len(p) > 1), default=1.0)
+        # 16 bits: a few units in the last place; more would let anything pass.
+        unit = rounding(rewards) if given.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(given.dtype).eps
+        return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
 
 
 LAW = Law("ADV", "advantages (AdvantageEstimator)", __doc__, AdvantageEstimator.check)

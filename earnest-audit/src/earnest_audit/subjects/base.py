@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import warnings
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
-from earnest_audit.precision import COARSE
+from earnest_audit.precision import COARSE, rounding
 from earnest_audit.verdict import Finding
 
 T = TypeVar("T")
@@ -27,25 +26,6 @@ class Subject(Protocol):
     def check(self) -> Iterator[Finding]: ...
 
 
-def renamed(old: str, new: str) -> Callable[[type[T]], type[T]]:
-    """A class whose parameter ``new`` was called ``old`` before: the old keyword still works, with a warning."""
-
-    def change(cls: type[T]) -> type[T]:
-        make: Any = cls.__init__
-
-        @functools.wraps(make)
-        def init(self: T, *args: Any, **given: Any) -> None:
-            if old in given:
-                warnings.warn(f"{cls.__name__}({old}=…) is now {new}=…", DeprecationWarning, stacklevel=2)
-                given[new] = given.pop(old)
-            make(self, *args, **given)
-
-        setattr(cls, "__init__", init)  # noqa: B010 (mypy refuses the plain assignment)
-        return cls
-
-    return change
-
-
 def gap(a: Tensor, b: Tensor) -> Tensor:
     """|a - b| entry by entry; 0 where they are equal, which two infinities of one sign are."""
     a, b = a.detach(), b.detach()
@@ -55,6 +35,32 @@ def gap(a: Tensor, b: Tensor) -> Tensor:
 def relative(a: Tensor, b: Tensor) -> float:
     """The largest difference of a and b, over the largest finite size of a."""
     return largest(gap(a, b)) / max(largest(a.detach()[a.isfinite()].abs()), 1e-12)
+
+
+def same(
+    law: Law, subject: str, a: Tensor, b: Tensor, tolerance: float | None, meaning: str, what: str = "off by {}"
+) -> Finding:
+    """The row of two outputs that agree up to the tolerance, relative to the largest; none: rounding in their dtype."""
+    return law.agrees(subject, relative(a, b), rounding(a) if tolerance is None else tolerance, meaning, what)
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Whether two values, or two containers of them at any depth, are the same, tensors bit for bit."""
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return a.shape == b.shape and bool(torch.equal(a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
+    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
+        return len(a) == len(b) and all(map(equal, a, b))
+    return type(a) is type(b) and bool(a == b)
+
+
+def copied(call: T) -> T:
+    """A copy of what may keep a state between calls; what cannot be copied is taken to have none."""
+    try:
+        return copy.deepcopy(call)
+    except Exception:
+        return call
 
 
 def outputs(call: Callable[..., Tensor], *given: Any) -> Tensor:

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from earnest_audit.law import Law
 from earnest_audit.restore import seeded
+from earnest_audit.subjects.base import equal
 from earnest_audit.verdict import Finding
 
 
@@ -54,7 +55,7 @@ class Collator:
         given = copy.deepcopy(list(self.examples))
         with seeded(self.seed):
             batch = _tensors(self.fn(given))
-        same = _equal(given, list(self.examples))
+        same = equal(given, list(self.examples))
         why = "The stage writes into its examples: the next epoch, and every other stage, gets other data."
         yield LAW.finding("the examples afterwards", "unchanged" if same else "changed", "unchanged", same, why)
         again = self._run(self.examples)
@@ -86,7 +87,7 @@ class Collator:
     def _documents(self, unpack: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]) -> Finding:
         found = [_tensors(document) for document in unpack(self._run(self.examples))]
         alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in self.examples]
-        lost = sum(not any(_equal(document, other) for other in found) for own in alone for document in own)
+        lost = sum(not any(equal(document, other) for other in found) for own in alone for document in own)
         one = len(found) == len(alone) and all(len(own) == 1 for own in alone)
         return LAW.finding(
             "documents", f"{len(found)} documents of {len(alone)} examples, {lost} of them not as they are alone",
@@ -119,16 +120,6 @@ class Collator:
 
 def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in batch.items() if isinstance(v, Tensor)}
-
-
-def _equal(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(_equal, a, b))
-    return type(a) is type(b) and bool(a == b)
 
 
 LAW = Law("DATA", "collator (Collator)", __doc__, Collator.check)

@@ -16,7 +16,6 @@ decay of 0.999
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -27,13 +26,15 @@ from torch import Tensor
 from earnest_audit.law import Law
 from earnest_audit.precision import COARSE, rounding
 from earnest_audit.restore import seeded
-from earnest_audit.subjects.base import gap, largest
+from earnest_audit.subjects.base import copied, gap, largest
 from earnest_audit.verdict import Finding
 
 SMALL = 2.0**-4  # exact in every dtype
 USUAL = 1e-3  # what a decay of 0.999 leaves
 WARM = 2000  # updates after which every usual warm-up of a decay is over at SMALL
 MOST = 4096  # updates, however small a rate is
+OFF = "{} of the way off"
+Average = Callable[[Tensor, Tensor, float], Tensor | None]
 
 
 @dataclass
@@ -47,7 +48,7 @@ class Ema:
     ``every``: only each such call moves the average, from the first one on.
     """
 
-    update: Callable[[Tensor, Tensor, float], Tensor | None]
+    update: Average
     size: int = 7
     dtype: torch.dtype = torch.float32
     rate: float | None = None
@@ -57,21 +58,25 @@ class Ema:
         rng = torch.Generator().manual_seed(0)
         old, new = (torch.randn(self.size, generator=rng).to(self.dtype) for _ in range(2))
         rows = list(self._rows(self.update, old, new))
-        if any(f.outcome == "fails" for f in rows):
-            before = self._off(self._copy(self.update), old, new, 0.0, old)
-            warmed = self._warmed(old, new)
-            later = list(self._rows(warmed, old, new, before))
-            rows = rows if any(f.outcome == "fails" for f in later) else later
-        yield from rows
-        yield self._untouched(old, new)
-        yield self._again(old, new)
+        warmed, _ = self._run(self.update, old, new, SMALL, WARM)
+        later = list(self._rows(warmed, old, new, warm=True))
+        fails = [any(f.outcome == "fails" for f in found) for found in (rows, later)]
+        yield from later if fails == [True, False] else rows
+        current = new.clone()
+        copied(self.update)(old.clone(), current, SMALL)
+        moved, why = largest(gap(current, new)), "An update of the average writes into the weights that are trained."
+        same = current.equal(new)
+        yield LAW.finding("the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", same, why)
+        # Two updates at one rate leave (1 - rate)² of the way; a decay that warms up does so later.
+        wanted = new + (1 - SMALL) ** 2 * (old - new)
+        twice = [self._run(update, old, new, SMALL, 1 + self.every)[1] for update in (self.update, warmed)]
+        off = min(largest(gap(found, wanted)) for found in twice) / largest(gap(old, new))
+        other = "The second update is not like the first: it changes its own rate, or keeps something of the first."
+        yield LAW.agrees(f"rate {SMALL:g}, a second time", off, 2 * rounding(old), other, OFF)
         yield self._adds_up(old, new)
 
-    def _rows(
-        self, update: Callable[..., Tensor | None], old: Tensor, new: Tensor, before: float | None = None
-    ) -> Iterator[Finding]:
-        """``before`` is what rate 0 was off by at first, where the update has been warmed up since: a warm-up holds the
-        rate above 0 for ever, and ever less."""
+    def _rows(self, update: Average, old: Tensor, new: Tensor, warm: bool = False) -> Iterator[Finding]:
+        """``warm``: the update has been made many times. A warm-up holds the rate above 0 for ever, and ever less."""
         for subject, current, rate, wanted, meaning in (
             ("rate 0", new, 0.0, old, "At rate 0 the average must stay. It does not: rate and decay are swapped."),
             ("rate 1", new, 1.0, new, "At rate 1 the average must be the current weights. It is not: rate and decay "
@@ -80,47 +85,17 @@ class Ema:
              "share of the way: a large move is rate and decay swapped, none is a result that is discarded."),
             ("equal weights", old, 0.5, old, "An average of equal weights must stay: the two weights do not add to 1."),
         ):  # fmt: skip
-            off, room = self._off(self._copy(update), old, current, rate, wanted, largest(gap(old, new))), rounding(old)
-            if before is not None:
-                room = max(room, min(SMALL, before / 4)) if rate == 0 else room
-                subject = f"{subject}, after {WARM} updates"
-            yield LAW.agrees(subject, off, room, meaning, "{} of the way off")
-
-    def _untouched(self, old: Tensor, new: Tensor) -> Finding:
-        current = new.clone()
-        self._copy(self.update)(old.clone(), current, SMALL)
-        moved = largest(gap(current, new))
-        why = "An update of the average writes into the weights that are trained."
-        return LAW.finding(
-            "the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", current.equal(new), why
-        )
-
-    def _again(self, old: Tensor, new: Tensor) -> Finding:
-        """Two updates at one rate leave (1 - rate)² of the way; a decay that warms up does so later."""
-        wanted, room = new + (1 - SMALL) ** 2 * (old - new), 2 * rounding(old)
-        off = math.inf
-        for update in (self._copy(self.update), self._warmed(old, new)):
-            with seeded(0):
-                once = _given(update, old.clone(), new.clone(), SMALL)
-                for _ in range(self.every):
-                    twice = _given(update, once.clone(), new.clone(), SMALL)
-            off = min(off, largest(gap(twice, wanted)) / largest(gap(old, new)))
-            if off <= room:
-                break
-        other = "The second update is not like the first: it changes its own rate, or keeps something of the first."
-        return LAW.agrees(f"rate {SMALL:g}, a second time", off, room, other, "{} of the way off")
+            off = largest(gap(self._run(update, old, current, rate)[1], wanted)) / largest(gap(old, new))
+            room = SMALL if warm and rate == 0 else rounding(old)
+            yield LAW.agrees(f"{subject}, after {WARM} updates" if warm else subject, off, room, meaning, OFF)
 
     def _adds_up(self, old: Tensor, new: Tensor) -> Finding:
         """1/rate updates go two thirds of the way; at least half of that is required."""
-        coarse = torch.finfo(self.dtype).eps > COARSE
-        if self.rate is None and coarse:
+        if self.rate is None and torch.finfo(self.dtype).eps > COARSE:
             return LAW.not_declared("many updates", "rate=…, that of the run,")
         rate = USUAL if self.rate is None else self.rate
         updates = min(MOST, math.ceil(1 / rate)) if rate > 0 else 0
-        update, average = self._copy(self.update), old.clone()
-        with seeded(0):
-            for _ in range(updates):
-                average = _given(update, average, new.clone(), rate)
+        _, average = self._run(self.update, old, new, rate, updates)
         way = (new - old).double()
         share = float(((average - old).double() * way).sum() / (way * way).sum())
         wanted = 0.5 * (1 - (1 - rate) ** updates)
@@ -130,38 +105,15 @@ class Ema:
             f"Updates at this rate are rounded away in {self.dtype}: the average stays constant. Keep it in fp32.",
         )  # fmt: skip
 
-    def _warmed(self, old: Tensor, new: Tensor) -> Callable[..., Tensor | None]:
-        """The update after many."""
-        update, average = self._copy(self.update), old.clone()
-        for _ in range(WARM):
-            average = _given(update, average, new.clone(), SMALL)
-        return update
-
     @staticmethod
-    def _copy(update: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
-        try:
-            return copy.deepcopy(update)
-        except Exception:  # what cannot be copied is taken as it is
-            return update
-
-    @staticmethod
-    def _off(
-        update: Callable[..., Tensor | None],
-        old: Tensor,
-        current: Tensor,
-        rate: float,
-        wanted: Tensor,
-        way: float = 0.0,
-    ) -> float:
-        """In shares of the way from the average to the current weights."""
-        return largest(gap(_given(update, old.clone(), current.clone(), rate), wanted)) / (
-            way or largest(gap(old, current))
-        )
-
-
-def _given(update: Callable[..., Tensor | None], average: Tensor, current: Tensor, rate: float) -> Tensor:
-    given = update(average, current, rate)
-    return given if isinstance(given, Tensor) else average
+    def _run(update: Average, old: Tensor, new: Tensor, rate: float, calls: int = 1) -> tuple[Average, Tensor]:
+        """A copy of the update after so many calls, and the average that they leave."""
+        update, average = copied(update), old.clone()
+        with seeded(0):
+            for _ in range(calls):
+                given = update(average, new.clone(), rate)
+                average = given if isinstance(given, Tensor) else average
+        return update, average
 
 
 LAW = Law("EMA", "moving average (Ema)", __doc__, Ema.check)

@@ -21,9 +21,8 @@ from typing import Any
 from torch import Tensor
 
 from earnest_audit.law import Law
-from earnest_audit.precision import rounding
 from earnest_audit.restore import seeded
-from earnest_audit.subjects.base import gap, largest, outputs, relative
+from earnest_audit.subjects.base import gap, largest, outputs, same
 from earnest_audit.verdict import Finding
 
 
@@ -69,7 +68,7 @@ class FirstCall:
             return outputs(self.call, x)
 
     def _same(self, subject: str, a: Tensor, b: Tensor, meaning: str) -> Finding:
-        return LAW.agrees(subject, relative(a, b), rounding(a) if self.tolerance is None else self.tolerance, meaning)
+        return same(LAW, subject, a, b, self.tolerance, meaning)
 
 
 LAW = Law("FIRST-CALL", "first call (FirstCall)", __doc__, FirstCall.check)

@@ -15,8 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from earnest_audit.law import Law
-from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import outputs, relative
+from earnest_audit.subjects.base import outputs, same
 from earnest_audit.verdict import Finding
 
 
@@ -50,8 +49,7 @@ class MergedLayer:
         yield self._row("outputs, unmerged", before, back)
 
     def _row(self, subject: str, before: Tensor, meaning: str) -> Finding:
-        room = rounding(before) if self.tolerance is None else self.tolerance
-        return LAW.agrees(subject, relative(before, outputs(self.outputs)), room, meaning)
+        return same(LAW, subject, before, outputs(self.outputs), self.tolerance, meaning)
 
 
 LAW = Law("DF-MERGED", "merged layer (MergedLayer)", __doc__, MergedLayer.check)

@@ -15,7 +15,6 @@ Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha)
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
+from earnest_audit.subjects.base import copied
 from earnest_audit.verdict import Finding
 
 RATES = ("lr", "learning_rate", "step_size", "eta")
@@ -54,60 +54,50 @@ class OuterStep:
 
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(0)
-        start, one, two = (torch.randn(self.size, generator=rng) for _ in range(3))
+        weights = start, one, _ = tuple(torch.randn(self.size, generator=rng) for _ in range(3))
         self._rounds(start, [[one]], self.knobs)  # as it is: what this raises is the user's to see
-        yield from self._means(start, one, two)
+        yield from self._means(*weights)
         for knob, value in self.knobs.items():
-            yield self._knob(knob, value, (start, one, two))
+            yield self._knob(knob, value, *weights)
             if _is_momentum(knob) and value > 0:
-                yield from self._remembers(knob, (start, one, two))
+                yield from self._remembers(knob, *weights)
 
     def _means(self, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
         """At the first setting of the settings at which the step is a plain mean; else at the plainest one."""
-        size = max(float(t.abs().max()) for t in (start, one, two))
         plain = [k for k in self.knobs if not (_is_momentum(k) or _is_rate(k))]
-        found: list[tuple[list[Finding], Mapping[str, float]]] = []
+        found: list[list[Finding]] = []
+        refused = ""
         for knobs in self._settings(plain):
             try:
-                rows = self._landings(start, one, two, knobs, size)
+                found.append(list(self._landings(start, one, two, knobs)))
             except Exception as error:
-                refused = error
+                refused = type(error).__name__
                 continue
-            found.append((rows, knobs))
-            if all(r.outcome == "holds" for r in rows):
-                break
+            if all(r.outcome == "holds" for r in found[-1]):
+                yield from found[-1]
+                return
+        subject = "replicas, outer lr 1"
         if not found:
             why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
-            yield LAW.not_applicable("replicas, outer lr 1", f"raises {type(refused).__name__}", why)
-            return
-        rows, _ = found[-1]
-        lands = all(r.outcome == "holds" for r in rows)
-        if lands or not any(self.knobs[k] for k in plain):
-            yield from rows if lands else found[0][0]
-            return
-        yield LAW.not_applicable(
-            "replicas, outer lr 1", "no setting of the settings that was tried lands on their mean",
-            f"Declare {', '.join(plain)} at the value at which the step is a plain mean, and it is checked.",
-        )  # fmt: skip
+            yield LAW.not_applicable(subject, f"raises {refused}", why)
+        elif any(self.knobs[k] for k in plain):
+            why = f"Declare {', '.join(plain)} at the value at which the step is a plain mean, and it is checked."
+            yield LAW.not_applicable(subject, "no setting of the settings that was tried lands on their mean", why)
+        else:
+            yield from found[0]
 
     def _settings(self, plain: Sequence[str]) -> Iterator[Mapping[str, float]]:
         """Momentum 0 (or nothing), learning rate 1; the others as they are, then at what does nothing."""
         rates = {k: 1.0 for k in self.knobs if _is_rate(k)}
         momenta = [k for k in self.knobs if _is_momentum(k)]
-        tried: list[tuple[float, ...]] = []
         others = NEUTRAL if any(self.knobs[k] for k in plain) else ()  # at 0 they are declared to do nothing
-        for values in itertools.islice(itertools.product(*([self.knobs[k], *others] for k in plain)), MOST):
-            if values not in tried:
-                tried.append(values)
-                for still in (0.0, STILL) if momenta else (0.0,):
-                    chosen = dict(zip(plain, values, strict=True))
-                    yield {**self.knobs, **rates, **dict.fromkeys(momenta, still), **chosen}
+        ways = itertools.product(*([self.knobs[k], *others] for k in plain))
+        for values in dict.fromkeys(itertools.islice(ways, MOST)):
+            for still in (0.0, STILL) if momenta else (0.0,):
+                yield {**self.knobs, **rates, **dict.fromkeys(momenta, still), **dict(zip(plain, values, strict=True))}
 
-    def _landings(
-        self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float], size: float
-    ) -> list[Finding]:
-        room = rounding(start, precision=self.precision) * size
-        rows = []
+    def _landings(self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float]) -> Iterator[Finding]:
+        room = rounding(start, precision=self.precision) * max(float(t.abs().max()) for t in (start, one, two))
         for subject, locals_, whose, meaning in (
             ("one replica, outer lr 1", [one], "the local weights", f"A replica must end on its own weights. {LANDS}"),
             ("two replicas, outer lr 1", [one, two], "their mean", "Two replicas do not end on their mean: one is left "
@@ -115,50 +105,39 @@ class OuterStep:
         ):  # fmt: skip
             landed = self._rounds(start, [locals_], knobs)[-1]
             off = float((landed - torch.stack(locals_).mean(0)).abs().max())
-            rows.append(LAW.agrees(subject, off, room, meaning, f"lands {{}} from {whose}"))
-        if self.precision is None:
-            rows.append(self._small(start, one, knobs))
-        return rows
+            yield LAW.agrees(subject, off, room, meaning, f"lands {{}} from {whose}")
+        if self.precision is None:  # a move of a thousandth of every weight, which is more than most outer steps are
+            start = start.abs().clamp_min(2**-6)
+            moved = start * (1 + SMALL * one.sign())
+            landed = self._rounds(start, [[moved]], knobs)[-1]
+            off = float(((landed - moved) / (SMALL * start)).abs().max())
+            yield LAW.agrees(
+                "a small move", off, rounding(start) / SMALL,
+                "A move of a thousandth of a weight is lost: the global weights, or what is sent, are kept in 16 "
+                "bits, where it is rounded away. (Where that is intended, declare precision=…)",
+                "off by {} of it",
+            )  # fmt: skip
 
-    def _small(self, start: Tensor, one: Tensor, knobs: Mapping[str, float]) -> Finding:
-        """A move of a thousandth of every weight, which is more than most outer steps are."""
-        start = start.abs().clamp_min(2**-6)
-        moved = start * (1 + SMALL * one.sign())
-        landed = self._rounds(start, [[moved]], knobs)[-1]
-        room = rounding(start) / SMALL
-        off = float(((landed - moved) / (SMALL * start)).abs().max())
-        return LAW.agrees(
-            "a small move", off, room,
-            "A move of a thousandth of a weight is lost: the global weights, or what is sent, are kept in 16 "
-            "bits, where it is rounded away. (Where that is intended, declare precision=…)",
-            "off by {} of it",
-        )  # fmt: skip
-
-    def _knob(self, knob: str, value: float, weights: tuple[Tensor, Tensor, Tensor]) -> Finding:
-        start, one, two = weights
+    def _knob(self, knob: str, value: float, start: Tensor, one: Tensor, two: Tensor) -> Finding:
         # Plain momentum acts from the second round on; mixing shows where replicas differ.
         ways = ([[one], [two]], [[one, two], [two, start]])
-        others = [not value] if isinstance(value, bool) else [value + 0.3, value - 0.3, value / 2]
-        for other in others:
+        refused = ""
+        for other in [not value] if isinstance(value, bool) else [value + 0.3, value - 0.3, value / 2]:
             try:
-                same = all(
-                    all(map(torch.equal, self._rounds(start, way, self.knobs), self._rounds(start, way, changed)))
-                    for changed in ({**self.knobs, knob: other},)
-                    for way in ways
-                )
+                pairs = [(self._rounds(start, w, self.knobs), self._rounds(start, w, {**self.knobs, knob: other}))
+                         for w in ways]  # fmt: skip
             except Exception as error:  # a value that is not allowed
-                refused = error
+                refused = type(error).__name__
                 continue
             why = f"{knob} does nothing: its result is discarded (not in place?), or its memory is lost every round."
-            measured = "no change in two rounds" if same else "it matters"
-            return LAW.finding(f"setting {knob}", measured, "it matters", not same, why)
-        why = f"No other value of {knob} is taken."
-        return LAW.not_applicable(f"setting {knob}", f"raises {type(refused).__name__}", why)
+            matters = not all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
+            measured = "it matters" if matters else "no change in two rounds"
+            return LAW.finding(f"setting {knob}", measured, "it matters", matters, why)
+        return LAW.not_applicable(f"setting {knob}", f"raises {refused}", f"No other value of {knob} is taken.")
 
-    def _remembers(self, knob: str, weights: tuple[Tensor, Tensor, Tensor]) -> Iterator[Finding]:
+    def _remembers(self, knob: str, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
         """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens
         steps may be an average of weights, which has none."""
-        start, one, two = weights
         try:
             first = self._rounds(start, [[one]], {**self.knobs, knob: STILL})[-1]
         except Exception:
@@ -175,11 +154,7 @@ class OuterStep:
 
     def _rounds(self, start: Tensor, ends: Sequence[Sequence[Tensor]], knobs: Mapping[str, float]) -> list[Tensor]:
         """The global weights after each round, by a step without a past."""
-        try:
-            step = copy.deepcopy(self.step)
-        except Exception:  # what cannot be copied is taken to have no memory
-            step = self.step
-        found: list[Tensor] = []
+        step, found = copied(self.step), list[Tensor]()
         for locals_ in ends:
             start = step(start.clone(), [t.clone() for t in locals_], **knobs).detach().clone()
             found.append(start)

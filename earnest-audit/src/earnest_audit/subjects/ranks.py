@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
-import torch
 from torch import Tensor
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
+from earnest_audit.subjects.base import equal
 from earnest_audit.verdict import Finding
 
 RANKS = 4
@@ -53,10 +53,10 @@ class Ranks:
     def _seeds(self, draw: Callable[[int], Tensor]) -> Iterator[Finding]:
         drawn = [draw(rank).detach().clone() for rank in range(RANKS)]
         again = [draw(rank).detach().clone() for rank in range(RANKS)]
-        alike = [f"ranks {a} and {b}" for a, b in combinations(range(RANKS), 2) if _equal(drawn[a], drawn[b])]
+        alike = [f"ranks {a} and {b}" for a, b in combinations(range(RANKS), 2) if equal(drawn[a], drawn[b])]
         more = " draw the same: their generators have one seed, and the samples of one rank are repeated on the other."
         yield LAW.none("different ranks", alike, f"{len(alike)} pairs draw the same", more)
-        other = [f"rank {r}" for r in range(RANKS) if not _equal(drawn[r], again[r])]
+        other = [f"rank {r}" for r in range(RANKS) if not equal(drawn[r], again[r])]
         more = " draws something else the second time: its seed is not the only thing that it depends on."
         yield LAW.none("the same rank again", other, f"{len(other)} of {RANKS} differ", more)
 
@@ -87,10 +87,6 @@ class Ranks:
             "over a count, a maximum or a deviation that is averaged, or the first rank's number alone.",
             f"{', '.join(f'{v:.4g}' for v in values)}: off by {{}}",
         )  # fmt: skip
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(torch.equal(a, b))
 
 
 LAW = Law("RANKS", "ranks (Ranks)", __doc__, Ranks.check)

@@ -23,7 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from earnest_audit.law import Law
-from earnest_audit.subjects.base import gap, largest, outputs, renamed
+from earnest_audit.subjects.base import gap, largest, outputs
 from earnest_audit.verdict import Finding
 
 FOLLOWS = (
@@ -32,7 +32,6 @@ FOLLOWS = (
 )
 
 
-@renamed("kick", "perturb")
 @dataclass
 class RoundTrip:
     """``make()`` gives a fresh object, ``perturb(x)`` perturbs it, ``outputs(x)`` is what must survive.

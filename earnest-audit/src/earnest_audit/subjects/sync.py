@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import gap, largest, renamed
+from earnest_audit.subjects.base import gap, largest
 from earnest_audit.verdict import Finding
 
 PERTURBATIONS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
@@ -33,7 +33,6 @@ CLEAR = 8  # times what two programs differ by anyway: there a lost change diffe
 OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weights gives the same, in any dtype
 
 
-@renamed("kick", "perturb")
 @dataclass
 class WeightSync:
     """``perturb()`` perturbs the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one fixed
