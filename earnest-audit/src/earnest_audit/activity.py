@@ -160,8 +160,8 @@ class Mode:
         self.off = 0 if self._on else self.off + 1
         self._on = False
 
-    def findings(self) -> Iterator[Finding]:
-        if self._kinds is None or self.off < ENOUGH:
+    def findings(self, ended: bool) -> Iterator[Finding]:
+        if self._kinds is None or self.off < (ENOUGH if ended else MANY):  # during a run it may still be undone
             return
         drops = [m for m in self._kinds[0] if getattr(m, "p", 0.0) > 0]
         if not drops and not self._kinds[1]:

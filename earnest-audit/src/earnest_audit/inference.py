@@ -151,14 +151,18 @@ class _Inference:
     def _with(self, changed: Mapping[str, Tensor]) -> Reading:
         return self.probe.read({**self.batch, **changed})
 
+    def _moves(self, changed: Mapping[str, Tensor]) -> float:
+        """The effect of these changes on the gradient."""
+        return self._with(changed).gradient.distance(self.base.gradient)
+
     def _add(self, key: str, role: str, sure: Sureness, why: str) -> None:
         """Add a guess; it is weak if another tensor has the role already."""
-        taken = {guess.role for guess in self.guesses if guess.sure != "weak"} | set(self.given)
-        self.guesses.append(Guess(key, role, "weak" if role in taken else sure, why))
+        self.guesses.append(Guess(key, role, "weak" if role in self.roles else sure, why))
 
-    def _key(self, *roles: str) -> str | None:
-        found = {guess.role: guess.key for guess in self.guesses if guess.sure != "weak"} | dict(self.given)
-        return next((found[role] for role in roles if role in found), None)
+    @property
+    def roles(self) -> dict[str, str]:
+        """The roles that are known up to now, declared or guessed."""
+        return {guess.role: guess.key for guess in self.guesses if guess.sure != "weak"} | dict(self.given)
 
     # --- whole numbers ------------------------------------------------------------------------------------------------
 
@@ -217,9 +221,9 @@ class _Inference:
     def _rows(self, keys: Sequence[str]) -> None:
         for key in keys:
             x = self.batch[key]
-            if self._key("chosen") is not None:
+            if "chosen" in self.roles:
                 self._pair_number(key)
-            elif _is_binary(x) and self._with({key: 1 - x.int()}).gradient.distance(self.base.gradient) > TINY:
+            elif _is_binary(x) and self._moves({key: 1 - x.int()}) > TINY:
                 self._add(key, "correct", "likely", "true or false for each row")
             else:
                 self._add(key, "group", "likely", "a whole number for each row, and the gradient depends on it")
@@ -227,7 +231,7 @@ class _Inference:
     # --- zeros and ones -----------------------------------------------------------------------------------------------
 
     def _masks(self, keys: Sequence[str]) -> None:
-        sides = {role: key for role in ("chosen", "rejected") if (key := self._key(role)) is not None}
+        sides = {role: key for role, key in self.roles.items() if role in ("chosen", "rejected")}
         several = sum(guess.role == "ids" for guess in self.guesses) > 1
         for key in keys:
             calls = self.effects[key].calls
@@ -247,12 +251,12 @@ class _Inference:
 
     def _is_documents(self, key: str) -> bool:
         """Whether zeros and ones are two documents in a row or left padding: ids under padding do not matter."""
-        ids, x = self._key("ids"), self.batch[key]
+        ids, x = self.roles.get("ids"), self.batch[key]
         if ids is None or x.shape != self.batch[ids].shape or not bool((x[:, 1:] >= x[:, :-1]).all()):
             return False
         (edited, *_) = _edits(self.batch[ids])
         under = torch.where(x == 0, edited, self.batch[ids])
-        return self._with({ids: under}).gradient.distance(self.base.gradient) > TINY
+        return self._moves({ids: under}) > TINY
 
     def _belongs(self, key: str, ids: str, calls: frozenset[int]) -> bool:
         """Whether a mask belongs to these ids. An attention mask is read in the calls that read the ids. If a loss mask
@@ -273,23 +277,29 @@ class _Inference:
     # --- numbers ------------------------------------------------------------------------------------------------------
 
     def _numbers(self, keys: Sequence[str]) -> None:
-        if self._key("chosen") is not None:
-            self._pair_numbers(keys)
+        if "chosen" in self.roles:
+            for key in keys:
+                self._pair_number(key)
             return
         left = [key for key in keys if not self.effects[key].calls]  # what the layers read is a feature, not a signal
         for key in [k for k in left if self.batch[k].ndim <= 2]:
             if self._signal(key):
                 left.remove(key)
-        zero = self._without_signal()
+        signals = [self.roles[role] for role in ("advantages", "rewards") if role in self.roles]
+        zero = {key: torch.zeros_like(self.batch[key]) for key in signals[:1]}
         for key in left:
-            self._distribution(key, zero) if self.batch[key].ndim > 2 else self._logprobs(key, zero)
+            if self.batch[key].ndim <= 2:
+                self._logprobs(key, zero)
+            elif zero:
+                self._add(key, "reference_distribution", "likely", "numbers for each token, beside a signal")
+            else:
+                self._add(key, "teacher", "sure", "numbers for each token, and there are no advantages or rewards")
 
     def _signal(self, key: str) -> bool:
         """Guess advantages, rewards, weights or returns; returns whether the tensor is one of them."""
         x = self.batch[key]
         spread = float(x.std()) if x.numel() > 1 else 1.0
-        shifted = self._with({key: x + 1 + spread}).gradient
-        if shifted.distance(self.base.gradient) <= self.close:
+        if self._moves({key: x + 1 + spread}) <= self.close:
             sure: Sureness = "sure" if x.ndim == 1 else "likely"
             self._add(key, "rewards", sure, "a constant added to all of it changes nothing")
             return True
@@ -316,37 +326,22 @@ class _Inference:
             return False
         return True
 
-    def _without_signal(self) -> dict[str, Tensor] | None:
-        """The change that sets the advantages or rewards to 0; None if there are none."""
-        if (key := self._key("advantages", "rewards")) is None:
-            return None
-        return {key: torch.zeros_like(self.batch[key])}
-
-    def _logprobs(self, key: str, zero: dict[str, Tensor] | None) -> None:
+    def _logprobs(self, key: str, zero: Mapping[str, Tensor]) -> None:
+        """``zero`` is the change that takes the signal away; empty where there is none."""
         x = self.batch[key]
         negative = bool((x <= 0).all())
-        if self._key("returns") is not None and not negative:
+        if "returns" in self.roles and not negative:
             self._add(key, "values", "likely", "beside returns, and not linear")
-        elif zero is not None and negative:
+        elif zero and negative:
             (edited, *_) = _edits(x)
-            still = self._with(zero).gradient.minus(self._with(zero | {key: edited}).gradient).norm()
+            still = self._with(zero).gradient.minus(self._with({**zero, key: edited}).gradient).norm()
             if still > TINY * self.base.gradient.norm():
                 self._add(key, "reference", "sure", "log-probs that matter also where the signal is 0")
             else:
                 self._add(key, "behaviour", "sure", "log-probs that matter only where there is a signal")
         elif negative:
-            role = "reference" if self._key("labels") is not None else "teacher"
+            role = "reference" if "labels" in self.roles else "teacher"
             self._add(key, role, "weak", "not positive, and there are no advantages or rewards")
-
-    def _distribution(self, key: str, zero: dict[str, Tensor] | None) -> None:
-        if zero is None:
-            self._add(key, "teacher", "sure", "numbers for each token, and there are no advantages or rewards")
-        else:
-            self._add(key, "reference_distribution", "likely", "numbers for each token, beside a signal")
-
-    def _pair_numbers(self, keys: Sequence[str]) -> None:
-        for key in keys:
-            self._pair_number(key)
 
     def _pair_number(self, key: str) -> None:
         x = self.batch[key]
@@ -391,13 +386,10 @@ def _is_binary(tensor: Tensor) -> bool:
 def _edits(tensor: Tensor) -> list[Tensor]:
     """Changed tensors of the same kind, the smallest change first, because a step may raise at one of them."""
     if _is_binary(tensor):
-        flat = tensor.clone().flatten()
+        flat = tensor.flatten()
         on, off = (flat != 0).nonzero()[:, 0], (flat == 0).nonzero()[:, 0]
-        edited = flat.clone()
-        edited[on[len(on) // 3 :: 3]] = 0
-        other = flat.clone()
-        other[off[::2]] = 1
-        return [e.view(tensor.shape) for e in (edited, other)]
+        changed = flat.index_fill(0, on[len(on) // 3 :: 3], 0), flat.index_fill(0, off[::2], 1)
+        return [edited.view(tensor.shape) for edited in changed]
     if tensor.is_floating_point():
         rng = torch.Generator().manual_seed(7)
         spread = float(tensor.float().std()) if tensor.numel() > 1 else 0.0

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:  # torch is imported only where something is audited
+    from earnest_audit.script import Found
     from earnest_audit.verdict import Finding, Verdict
 
 FOUND = pytest.StashKey[dict[str, dict[str, Any]]]()
@@ -70,8 +71,8 @@ def _line(finding: Finding) -> str:
 
 
 @contextmanager
-def _watching(quick: bool) -> Iterator[Callable[[], Verdict]]:
-    """Watch all training inside the block. The yielded function returns the verdict after the block has ended."""
+def _watching(quick: bool) -> Iterator[Found]:
+    """Watch all training inside the block; the verdict is asked for after the block has ended."""
     import warnings
 
     from earnest_audit.script import trained
@@ -79,8 +80,8 @@ def _watching(quick: bool) -> Iterator[Callable[[], Verdict]]:
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", WatchWarning)  # the findings are reported at the end
-        with trained(quick) as verdict:
-            yield verdict
+        with trained(quick) as found:
+            yield found
 
 
 @pytest.hookimpl(wrapper=True)
@@ -89,9 +90,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     found = item.config.stash.get(FOUND, None)
     if found is None:
         return (yield)
-    with _watching(quick=False) as verdict:
+    with _watching(quick=False) as watched:
         result = yield
-    judged = verdict()
+    judged = watched.verdict()
     lines = list(dict.fromkeys(_line(f) for f in judged.failures))
     found[item.nodeid] = {"rows": len(judged.findings), "holds": judged.holds, "broken": lines}
     return result
@@ -103,9 +104,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     mark = item.get_closest_marker("audit")
     if mark is None:
         return (yield)
-    with _watching(**{"quick": False, **mark.kwargs}) as verdict:
+    with _watching(**{"quick": False, **mark.kwargs}) as watched:
         result = yield
-    _fail(verdict())
+    _fail(watched.verdict())
     return result
 
 

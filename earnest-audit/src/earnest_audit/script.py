@@ -7,12 +7,11 @@ this process.
 
 from __future__ import annotations
 
-import logging
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -33,7 +32,6 @@ from earnest_audit.verdict import Finding, LawBroken, Verdict
 from earnest_audit.watcher import WATCHED, Watch
 
 TRAINER = "transformers.trainer"
-NOISY = ("torchao", "torch.utils._pytree")  # loggers that warn while transformers' trainer is imported
 PASTE = """\
 from earnest_audit import watch
 
@@ -59,30 +57,25 @@ def audit_script(
     """Everything that was found while the script ran."""
     if not path.is_file():
         raise ScriptError(f"there is no script {str(path)!r}.")
-    audited: list[Verdict] = []
-    executor.LISTENERS.append(audited.append)
-    try:
-        with trained(quick, progress) as verdict, _called(path, arguments):
-            try:
-                runpy.run_path(str(path), run_name="__main__")
-            except LawBroken as error:
-                if not verdict().failures:
-                    raise
-                print(f"{path.name} stopped at a broken law: {type(error).__name__}.", file=sys.stderr)
-            except (Exception, SystemExit) as error:
-                _judge_what_ran(path, error, verdict())
-    finally:
-        executor.LISTENERS.remove(audited.append)
-    if not verdict().findings:
+    with trained(quick, progress) as found, _called(path, arguments):
+        try:
+            runpy.run_path(str(path), run_name="__main__")
+        except LawBroken as error:
+            if not found.verdict().failures:
+                raise
+            print(f"{path.name} stopped at a broken law: {type(error).__name__}.", file=sys.stderr)
+        except (Exception, SystemExit) as error:
+            _judge_what_ran(path, error, found.verdict())
+    verdict = found.verdict().at(f"{path.as_posix()}:1")
+    if not verdict.findings:
         raise ScriptError(
             f"{path.name} ran, and made no transformers.Trainer, stepped no optimizer of a module and called no "
             f"audit(Step(…)): nothing to judge. Where a loop trains in another way, put it under a watch:\n\n{PASTE}\n"
         )
-    found = verdict().at(f"{path.as_posix()}:1")
-    if audited:
-        return found
+    if found.audits:
+        return verdict
     unaudited = Finding("AUDIT", "the loss", "not audited", "-", "not declared", ONLY_WATCHED)
-    return replace(found, findings=(*found.findings, unaudited), title=f"the training script, {WATCHED_ONLY}")
+    return replace(verdict, findings=(*verdict.findings, unaudited), title=f"the training script, {WATCHED_ONLY}")
 
 
 def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -> None:
@@ -103,29 +96,58 @@ def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -
 
 
 @contextmanager
-def trained(quick: bool = False, progress: Callable[[str], None] | None = None) -> Iterator[Callable[[], Verdict]]:
-    """Everything that trains inside is under the audit; the function returns what has been found up to now. The
-    callbacks' audits are heard, and their watches are seen."""
-    with collected(progress) as (heard, watches), injected(quick), watched(watches) as strays:
-        yield lambda: sum([*heard, *(w.verdict() for w in watches), strays()], Verdict(()))
+def trained(quick: bool = False, progress: Callable[[str], None] | None = None) -> Iterator[Found]:
+    """Everything that trains inside is under the audit: trainers by a callback, whose audits are heard and whose
+    watches are seen, and every other optimizer that steps by a watch."""
+    found = Found()
+    with ExitStack() as stack:
+        stack.enter_context(_listed(executor.LISTENERS, found.audits.append))
+        stack.enter_context(_listed(WATCHED, found.watches))
+        if progress is not None:
+            stack.enter_context(_listed(executor.PROGRESS, progress))
+        stack.enter_context(injected(quick))
+        handle = register_optimizer_step_pre_hook(lambda optimizer, *_: found.at_step(optimizer, stack))
+        stack.callback(handle.remove)
+        yield found
+
+
+class Found:
+    """What has been found up to now: the verdicts of ``audit``, and the watches that have begun."""
+
+    def __init__(self) -> None:
+        self.audits: list[Verdict] = []
+        self.watches: list[Watch] = []
+        self._strays, self._seen = Strays(), set[int]()
+
+    def verdict(self) -> Verdict:
+        strays = Verdict(tuple(self._strays.findings()))
+        return sum([*self.audits, *(w.verdict() for w in self.watches), strays], Verdict(()))
+
+    def at_step(self, optimizer: torch.optim.Optimizer, until: ExitStack) -> None:
+        """Watch the optimizer from its first step on, with the module whose parameters it owns, unless a watch has it
+        already. Steps that an audit makes do not count."""
+        if executor.RUNNING:
+            return
+        if id(optimizer) in self._seen:
+            self._strays.look()
+            return
+        self._seen.add(id(optimizer))
+        self._strays.begin(optimizer)
+        known = [w.optimizer for w in self.watches]
+        if any(o is optimizer or optimizer in getattr(o, "members", ()) for o in known):
+            return
+        if (model := _owner(optimizer)) is not None:
+            until.enter_context(Watch(model, optimizer))
 
 
 @contextmanager
-def collected(progress: Callable[[str], None] | None = None) -> Iterator[tuple[list[Verdict], list[Watch]]]:
-    """Every verdict that ``audit`` gives inside, and every watch that begins there."""
-    heard: list[Verdict] = []
-    watches: list[Watch] = []
-    tellers = [] if progress is None else [progress]
-    executor.LISTENERS.append(heard.append)
-    executor.PROGRESS.extend(tellers)
-    WATCHED.append(watches)
+def _listed(place: list[Any], item: Any) -> Iterator[None]:
+    """Inside, the list has this item too."""
+    place.append(item)
     try:
-        yield heard, watches
+        yield
     finally:
-        executor.LISTENERS.remove(heard.append)
-        for tell in tellers:
-            executor.PROGRESS.remove(tell)
-        WATCHED[:] = [w for w in WATCHED if w is not watches]
+        place[:] = [other for other in place if other is not item]
 
 
 @contextmanager
@@ -164,7 +186,7 @@ def injected(quick: bool) -> Iterator[None]:
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls ``act`` with transformers' trainer module after its import, without the warnings of that import."""
+    """Calls ``act`` with transformers' trainer module after its import."""
 
     def __init__(self, act: Callable[[ModuleType], None]) -> None:
         self.act = act
@@ -178,61 +200,11 @@ class _AfterImport(MetaPathFinder):
             load = spec.loader.exec_module
 
             def exec_module(module: ModuleType) -> None:
-                with _without_warnings():
-                    load(module)
+                load(module)
                 self.act(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
-
-
-@contextmanager
-def _without_warnings() -> Iterator[None]:
-    levels = {name: logging.getLogger(name).level for name in NOISY}
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        for name, level in levels.items():
-            logging.getLogger(name).setLevel(level)
-
-
-@contextmanager
-def watched(watches: list[Watch]) -> Iterator[Callable[[], Verdict]]:
-    """Every optimizer that steps inside is watched from its first step on, with the module whose parameters it owns,
-    unless ``watches`` has it already. Steps that an audit makes do not count. Yields a function that returns what was
-    found of parameters that no optimizer has."""
-    begun: list[Watch] = []
-    seen: set[int] = set()
-    strays = Strays()
-
-    def begin(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
-        if executor.RUNNING:
-            return
-        if id(optimizer) in seen:
-            strays.look()
-            return
-        seen.add(id(optimizer))
-        strays.begin(optimizer)
-        known = [w.optimizer for w in watches]
-        if any(o is optimizer or optimizer in getattr(o, "members", ()) for o in known):
-            return
-        if (model := _owner(optimizer)) is not None:
-            begun.append(Watch(model, optimizer))
-            begun[-1].__enter__()
-
-    handle = register_optimizer_step_pre_hook(begin)
-    try:
-        yield lambda: Verdict(tuple(strays.findings()))
-    except BaseException as error:
-        for watch in begun:
-            watch.__exit__(type(error), error, None)
-        raise
-    finally:
-        handle.remove()
-    for watch in begun:
-        watch.__exit__(None, None, None)
 
 
 def _owner(optimizer: torch.optim.Optimizer) -> nn.Module | None:

@@ -297,7 +297,7 @@ class Watch:
             yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
         has_to_move = {n for n in self._metrics if n.rsplit("/", 1)[-1] in MOVES} | set(self.moves)
         yield from map(self._moving, sorted(has_to_move))
-        yield from self.mode.findings()
+        yield from self.mode.findings(self._steps.ended)
         yield from self.signals.findings()
 
     def _moving(self, name: str) -> Finding:

@@ -1,4 +1,4 @@
-"""The watch: steps of the optimizer, gradients at them, training mode, changes between updates."""
+"""The watch: steps of the optimizer, gradients at them, training mode."""
 
 from __future__ import annotations
 
@@ -389,7 +389,10 @@ def moded(
 @pytest.mark.parametrize("at", [1, 5, 8])
 def test_an_evaluation_that_is_never_undone_is_seen(at: int) -> None:
     model = Mixed()
-    found = row(moded(model, lambda n: model.eval() if n == at else None), "training mode")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", WatchWarning)
+        found = row(moded(model, lambda n: model.eval() if n == at else None), "training mode")
+    assert len(said) == 1, "at the end of the loop: before, it may still be undone"
     assert found.outcome == "fails" and found.measured.startswith(f"off in the last {12 - at} updates, on in {at} ")
     with pytest.raises(WatchWarning, match=r"nobody called model\.train"):
         moded(model.train(), lambda n: model.eval() if n == at else None, MANY + at + 1)
@@ -429,16 +432,6 @@ def test_a_mode_may_be_left_by_declaration() -> None:
     assert moded(model, lambda n: model.eval() if n == 5 else None, 40, may_eval=True).holds
 
 
-def test_what_moves_between_updates_is_reported_and_no_failure() -> None:
-    for change in (False, True):
-        model = Tiny(0)
-        start = {k: v.clone() for k, v in model.state_dict().items()}
-        verdict = moded(model, lambda n, m=model, s=start, c=change: m.load_state_dict(s) if c and n == 3 else None)
-        found = row(verdict, "parameters between two updates")
-        assert verdict.holds and (found is not None) == change
-        assert not change or "in 1 of 5 looks" in found.measured
-
-
 @pytest.mark.parametrize("kind", ["a rollout in eval", "an average is swapped in", "a critic first", "several epochs"])
 def test_ordinary_loops_raise_nothing(kind: str) -> None:
     model = Mixed()
@@ -465,4 +458,3 @@ def test_ordinary_loops_raise_nothing(kind: str) -> None:
     verdict = w.verdict()
     told = {"the optimizer's steps", "gradients at the optimizer's step", "training mode"}
     assert verdict.holds and not told & {f.subject for f in verdict.findings}, str(verdict)
-    assert row(verdict, "parameters between two updates") is None

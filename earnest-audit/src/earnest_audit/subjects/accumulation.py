@@ -28,7 +28,7 @@ from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.precision import coarsest, noticing
 from earnest_audit.probe import fresh
-from earnest_audit.restore import restored, seeded, without_dropout
+from earnest_audit.restore import without_dropout
 from earnest_audit.subjects import base
 from earnest_audit.verdict import Finding
 
@@ -55,18 +55,17 @@ class Accumulation:
     stateful: bool = False
 
     def check(self) -> Iterator[Finding]:
-        rows = base.rows_of(self.batch)
-        split = list(self.split) if self.split is not None else base.uneven(rows)
+        split, cut = base.cut(self.batch, self.split)
         subject = f"{self.what} of {split} rows"
         if self.rows_interact:
             yield from self._copies(subject)
             return
-        with restored(self.model, None), without_dropout(self.model):  # other parts would get other masks
+        with without_dropout(self.model):  # other parts would get other masks
             with noticing(self.model) as seen:
                 whole, again = self._gradient([self.batch]), self._gradient([self.batch])
             precision = self.precision or coarsest(seen)
             twice = self._twice(whole, again, precision)
-            parts = self._gradient(list(base.cut(self.batch, rows, split)))
+            parts = self._gradient(cut)
             room = self._room(whole, precision) if self.tolerance is None else self.tolerance
         room = max(room, 8 * whole.distance(again))
         off, factor = whole.distance(parts), parts.best_scale(whole)
@@ -84,7 +83,7 @@ class Accumulation:
         """Where a part of the loss is taken per micro-batch, equal micro-batches still have the gradient of one."""
         why = "Rows interact by declaration: parts may have another gradient."
         yield LAW.not_applicable(subject, "not checked", why)
-        with restored(self.model, None), without_dropout(self.model):
+        with without_dropout(self.model):
             with noticing(self.model) as seen:
                 one, two = self._gradient([self.batch]), self._gradient([self.batch, self.batch])
             room = self._room(one, self.precision or coarsest(seen)) if self.tolerance is None else self.tolerance
@@ -122,16 +121,11 @@ class Accumulation:
 
     def _room(self, whole: Gradient, precision: torch.dtype | None) -> float:
         """From the dtype and the problem: how well this gradient is conditioned."""
-        unit = base.nudged(self.model, self.seed, precision)
-        return base.room_of(whole.distance(self._gradient([self.batch])), unit)
+        return base.room_of(self.model, self.seed, precision, whole, lambda: self._gradient([self.batch]))[0]
 
     def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:
-        with restored(self.model, None):  # what a forward pass writes into buffers is no state of the accumulation
-            for p in self.model.parameters():
-                p.grad = None
-            with seeded(self.seed), torch.enable_grad():
-                self.accumulate(self.model, [fresh(b) for b in batches])
-            return base.left_in(self.model)
+        """What a forward pass writes into buffers is no state of the accumulation."""
+        return base.gradient_of(self.model, self.seed, lambda: self.accumulate(self.model, list(map(fresh, batches))))
 
 
 LAW = Law("SE-ACCUMULATION", "accumulation (Accumulation)", __doc__, Accumulation.check)

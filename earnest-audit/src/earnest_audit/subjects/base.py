@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import accumulate
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law
 from earnest_audit.precision import COARSE, rounding
+from earnest_audit.restore import restored, seeded
 from earnest_audit.verdict import Finding
 
 T = TypeVar("T")
@@ -83,23 +85,14 @@ def untouched(law: Law, call: Callable[..., Any], inputs: Mapping[str, Tensor], 
     return given, law.finding("the inputs afterwards", measured, "nothing changed", not written, meant)
 
 
-def nudged(model: nn.Module, seed: int, precision: torch.dtype | None) -> float:
-    """Moves every trainable parameter by one unit in the last place of what the step computes in; returns the largest
-    such unit."""
-    floating = [p for p in model.parameters() if p.requires_grad]
-    rng = torch.Generator().manual_seed(seed)
-    units = [max(torch.finfo(d).eps for d in (p.dtype, precision or p.dtype)) for p in floating]
-    with torch.no_grad():
-        for p, unit in zip(floating, units, strict=True):
-            side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
-            p.add_(p.abs() * unit * side)
-    return max(units, default=0.0)
-
-
-def room_of(floor: float, unit: float) -> float:
-    """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one unit
-    in the last place of every parameter does."""
-    return min(0.5, 8 * max(floor, unit) if unit > COARSE else 16 * max(floor, 4 * unit))
+def gradient_of(model: nn.Module, seed: int, act: Callable[[], Any]) -> Gradient:
+    """What ``act`` leaves in ``.grad``, where nothing was before; the model is as it was afterwards."""
+    with restored(model, None):
+        for p in model.parameters():
+            p.grad = None
+        with seeded(seed), torch.enable_grad():
+            act()
+        return left_in(model)
 
 
 def left_in(model: nn.Module) -> Gradient:
@@ -108,23 +101,31 @@ def left_in(model: nn.Module) -> Gradient:
     return Gradient({n: None if p.grad is None else p.grad.detach().clone() for n, p in named})
 
 
-def rows_of(batch: Mapping[str, Any]) -> int:
+def room_of(
+    model: nn.Module, seed: int, precision: torch.dtype | None, whole: Gradient, again: Callable[[], Gradient]
+) -> tuple[float, float]:
+    """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one unit
+    in the last place of every parameter does, in what the step computes in; and the largest such unit."""
+    rng, unit = torch.Generator().manual_seed(seed), 0.0
+    with restored(model, None):
+        for p in (p for p in model.parameters() if p.requires_grad):
+            own = max(torch.finfo(d).eps for d in (p.dtype, precision or p.dtype))
+            side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
+            p.data.add_(p.detach().abs() * own * side)
+            unit = max(unit, own)
+        floor = whole.distance(again())
+    return min(0.5, 8 * max(floor, unit) if unit > COARSE else 16 * max(floor, 4 * unit)), unit
+
+
+def cut(batch: Mapping[str, Any], split: Sequence[int] | None) -> tuple[list[int], list[dict[str, Any]]]:
+    """The numbers of rows of the parts (two uneven ones by default), and the parts; what has no rows (a number, a text)
+    goes with every part."""
     sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.ndim]
-    return max(set(sizes), key=sizes.count)
-
-
-def uneven(rows: int) -> list[int]:
+    rows = max(set(sizes), key=sizes.count)
     first = max(1, rows // 4)
-    return [first, rows - first] if rows > 1 else [1]
-
-
-def cut(batch: Mapping[str, Any], rows: int, split: Sequence[int]) -> Iterator[dict[str, Any]]:
-    """Parts of N rows; what has no rows (a number, a text) goes with every part."""
-    start = 0
-    for size in split:
-        part = slice(start, start + size)
-        yield {k: v[part] if _has_rows(v, rows) else v for k, v in batch.items()}
-        start += size
+    counts = list(split) if split is not None else [first, rows - first] if rows > 1 else [1]
+    places = [slice(end - size, end) for size, end in zip(counts, accumulate(counts), strict=True)]
+    return counts, [{k: v[place] if _has_rows(v, rows) else v for k, v in batch.items()} for place in places]
 
 
 def _has_rows(value: Any, rows: int) -> bool:

@@ -25,7 +25,8 @@ from torch import Tensor, nn
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import gap, largest
+from earnest_audit.restore import put_back
+from earnest_audit.subjects.base import gap, largest, outputs
 from earnest_audit.verdict import Finding
 
 PERTURBATIONS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
@@ -53,9 +54,9 @@ class WeightSync:
     buffers: Sequence[str] = ()
 
     def check(self) -> Iterator[Finding]:
-        alone, again = self._logprobs(self.trainer), self._logprobs(self.trainer)
+        alone, again = outputs(self.trainer), outputs(self.trainer)
         self.push()
-        before, now = self._logprobs(self.sampler), self._logprobs(self.trainer)
+        before, now = outputs(self.sampler), outputs(self.trainer)
         room = rounding(before, now, precision=self.precision) if self.tolerance is None else self.tolerance
         yield LAW.agrees(
             "the trainer after a push", _difference(again, now), max(OWN, 4 * _difference(alone, again)),
@@ -66,7 +67,7 @@ class WeightSync:
         agree, different = _difference(before, now), "Sampler and trainer are different policies."
         yield LAW.agrees("sampler = trainer after a push", agree, room, different, "log-probs off by {}")
         self.perturb()
-        moved = _difference(self._logprobs(self.trainer), now)
+        moved = _difference(outputs(self.trainer), now)
         self.push()
         left = self._apart()
         follows = self._follows(agree, moved, left, room)
@@ -103,18 +104,14 @@ class WeightSync:
                 chosen.append((name, buffer))
         lost, hidden = [], []
         for name, tensor in chosen:
-            kept = tensor.detach().clone()
-            try:
-                moved = self._stands_out(tensor, kept, agree)
+            with put_back([tensor]):
+                moved = self._stands_out(tensor, agree)
                 if moved is None:
                     hidden.append(name)
                     continue
                 self.push()
                 if not self._apart() <= moved / 2:
                     lost.append(name)
-            finally:
-                with torch.no_grad():
-                    tensor.copy_(kept)
         self.push()
         shown = len(chosen) - len(hidden)
         aside = f" ({len(hidden)} do not show: {', '.join(hidden[:3])})" if hidden else ""
@@ -126,32 +123,26 @@ class WeightSync:
             "under another name, or the sampler has a copy of its own (a tied head).",
         )  # fmt: skip
 
-    def _stands_out(self, tensor: Tensor, kept: Tensor, agree: float) -> float | None:
+    def _stands_out(self, tensor: Tensor, agree: float) -> float | None:
         """What a perturbation moves the trainer's log-probs by; None where none stands out."""
-        with torch.no_grad():
-            base = self._logprobs(self.trainer)
-            rng = torch.Generator().manual_seed(0)
-            noise = torch.randn(kept.shape, generator=rng).to(kept)
-            size = float(kept.float().square().mean().sqrt()) or 1.0
-            for factor in PERTURBATIONS:
-                tensor.copy_(kept + factor * size * noise)
-                moved = _difference(self._logprobs(self.trainer), base)
-                if max(CLEAR * agree, 16 * OWN) < moved < float("inf"):
-                    return moved
+        kept, base = tensor.detach().clone(), outputs(self.trainer)
+        noise = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)).to(kept)
+        size = float(kept.float().square().mean().sqrt()) or 1.0
+        for factor in PERTURBATIONS:
+            tensor.data.copy_(kept + factor * size * noise)
+            moved = _difference(outputs(self.trainer), base)
+            if max(CLEAR * agree, 16 * OWN) < moved < float("inf"):
+                return moved
         return None
 
     def _apart(self) -> float:
-        return _difference(self._logprobs(self.sampler), self._logprobs(self.trainer))
-
-    def _logprobs(self, who: Callable[[], Tensor]) -> Tensor:
-        return who().detach().clone()
+        return _difference(outputs(self.sampler), outputs(self.trainer))
 
 
 def _difference(a: Tensor, b: Tensor) -> float:
     """The largest difference of two log-probs, over the larger of 1 and their size; equal infinities do not differ."""
-    a, b = a.to(torch.promote_types(a.dtype, b.dtype)), b.to(torch.promote_types(a.dtype, b.dtype))
-    size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0)
-    return largest(torch.where(a == b, torch.zeros_like(size), gap(a, b) / size))
+    size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0).nan_to_num(posinf=1.0)
+    return largest(gap(a, b) / size)
 
 
 LAW = Law("RT-SYNC", "weight sync (WeightSync)", __doc__, WeightSync.check)

@@ -66,14 +66,11 @@ class Update:
             yield from list(self._check())
 
     def _check(self) -> Iterator[Finding]:
-        rows = base.rows_of(self.batch)
-        parts = list(base.cut(self.batch, rows, self.split if self.split is not None else base.uneven(rows)))
+        _, parts = base.cut(self.batch, self.split)
         with noticing(self.model) as seen:
             wanted = self._wanted()
         norm = wanted.norm()
-        with restored(self.model, None):
-            unit = base.nudged(self.model, self.seed, self.precision or coarsest(seen))
-            room = base.room_of(wanted.distance(self._wanted()), unit)
+        room, unit = base.room_of(self.model, self.seed, self.precision or coarsest(seen), wanted, self._wanted)
         trains = math.isfinite(norm) and norm > 0
         why = "The loss has no gradient here, so what the optimizer is given cannot be judged."
         yield LAW.finding("the whole batch's gradient", f"norm {norm:.3g}", "finite and above 0", trains, why)
@@ -121,14 +118,12 @@ class Update:
         return seen[0] if len(seen) == 1 else None
 
     def _wanted(self) -> Gradient:
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        with seeded(self.seed), torch.enable_grad():
+        def act() -> None:
             value: Tensor = result_of(self.loss(self.model, fresh(self.batch)))[0]
-            trains = value.requires_grad and bool(named)
-            found = (
-                torch.autograd.grad(value, list(named.values()), allow_unused=True) if trains else [None] * len(named)
-            )
-        return Gradient({n: None if g is None else g.detach() for n, g in zip(named, found, strict=True)})
+            if value.requires_grad:
+                value.backward()
+
+        return base.gradient_of(self.model, self.seed, act)
 
 
 LAW = Law("SE-UPDATE", "update (Update)", __doc__, Update.check)
