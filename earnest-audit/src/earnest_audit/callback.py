@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
+from earnest_audit.activity import hooked
 from earnest_audit.batches import dropped, ends
 from earnest_audit.executor import LISTENERS, audit
 from earnest_audit.limits import MANY
 from earnest_audit.probe import fresh, restored, result_of, seeded
 from earnest_audit.restore import without_dropout
 from earnest_audit.step import StepError
-from earnest_audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged, unwrapped
+from earnest_audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.verdict import Finding, LawBroken, Verdict, judged, unchecked
 from earnest_audit.watcher import Watch, WatchWarning
 
@@ -90,12 +91,8 @@ class AuditCallback(TrainerCallback):
             with self._safely("watch"):
                 # After the audit: its hooks must not count the audit's own updates.
                 if self.watch is None and self._watches and self.audited is not None:
-                    self.watch = Watch(
-                        model,
-                        unwrapped(self._trainer.optimizer),
-                        self.every,
-                        may_idle=EXPERTS if routes(model) else (),
-                    )
+                    idle = EXPERTS if routes(model) else ()
+                    self.watch = Watch(model, hooked(self._trainer.optimizer), self.every, may_idle=idle)
                     self.watch.__enter__()
                 if self.watch is not None and self._watches:
                     self.watch.step(None, None, **self._signals(inputs))
@@ -133,7 +130,7 @@ class AuditCallback(TrainerCallback):
     def _audit(self, model: nn.Module, inputs: Any, items: Any) -> Verdict:
         expects = asks_for_a_mask(self._trainer, inputs)
         intended = False if expects else self.all_supervised
-        optimizer = unwrapped(self._trainer.optimizer)
+        optimizer = hooked(self._trainer.optimizer)
         with unchanged(self._trainer), restored(model, optimizer), seeded(int(self._trainer.args.seed)):
             step = step_of_trainer(self._trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             verdict = audit(step, quick=self.quick, progress=self.progress)
@@ -148,11 +145,10 @@ class AuditCallback(TrainerCallback):
         """Under accumulation the trainer leaves the division to a loss that receives the number of items: twice the
         number must change it. A trainer that declares who divides (``loss_is_scaled_for_ga``) is not checked."""
         trainer = self._trainer
-        told = getattr(trainer, "model_accepts_loss_kwargs", False) or callable(
-            getattr(trainer, "compute_loss_func", None)
-        )
-        told = told and getattr(trainer, "loss_is_scaled_for_ga", None) is None
-        if items is None or not told or trainer.args.gradient_accumulation_steps < 2:
+        own = callable(getattr(trainer, "compute_loss_func", None))
+        told = own or getattr(trainer, "model_accepts_loss_kwargs", False)
+        declared = getattr(trainer, "loss_is_scaled_for_ga", None) is not None
+        if items is None or declared or not told or trainer.args.gradient_accumulation_steps < 2:
             return
         with torch.no_grad(), unchanged(trainer), without_dropout(model):
             losses = []
@@ -176,23 +172,17 @@ class AuditCallback(TrainerCallback):
         return dropped(self._trainer, fresh(inputs), call)
 
     def _signals(self, inputs: Any) -> dict[str, Any]:
-        labels, mask = inputs.get("labels"), inputs.get("completion_mask")
-        signals: dict[str, Any] = {}
-        if isinstance(labels, Tensor):
-            signals["mask"] = labels != -100
-        elif isinstance(mask, Tensor):
-            signals["mask"] = mask
-        if self.watch is not None and self.watch.due and (closing := ends(self._trainer, inputs)) is not None:
-            signals["ends"] = closing
-        shown = inputs.get("attention_mask")
-        if isinstance(shown, Tensor) and asks_for_a_mask(self._trainer, inputs):
-            signals["attention"] = shown
-        for name, key in (("advantages", "advantages"), ("behaviour", "sampling_per_token_logps")):
-            if isinstance(inputs.get(key), Tensor):
-                signals[name] = inputs[key]
-        if "behaviour" in signals and isinstance(inputs.get("old_per_token_logps"), Tensor):
-            signals["logprobs"] = inputs["old_per_token_logps"]  # the trainer's, at the time of sampling
-        return signals
+        keys = {"mask": "completion_mask", "advantages": "advantages", "behaviour": "sampling_per_token_logps"}
+        given = {name: inputs.get(key) for name, key in keys.items()}
+        if isinstance(labels := inputs.get("labels"), Tensor):
+            given["mask"] = labels != -100
+        if asks_for_a_mask(self._trainer, inputs):
+            given["attention"] = inputs.get("attention_mask")
+        if self.watch is not None and self.watch.due:
+            given["ends"] = ends(self._trainer, inputs)
+        if given["behaviour"] is not None:  # beside the trainer's, at the time of sampling
+            given["logprobs"] = inputs.get("old_per_token_logps")
+        return {name: value for name, value in given.items() if isinstance(value, Tensor)}
 
 
 def _calling_trainer() -> Any:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import edits
+from earnest_audit.activity import hooked
 from earnest_audit.facts import Kind, Setting
 from earnest_audit.restore import replaced
 from earnest_audit.step import Step
@@ -93,7 +94,7 @@ def step_of_trainer(
         roles=roles,
         settings={n: Setting(v, KIND_OF.get(n, "setting")) for n, v in knobs.items()},
         terms={"kl": "beta"} if "reference" in roles and "beta" in knobs else {},
-        optimizer=unwrapped(trainer.optimizer),
+        optimizer=hooked(trainer.optimizer),
         max_grad_norm=getattr(trainer.args, "max_grad_norm", None) or None,
         value_is_loss=False if _weighs_under_a_detach(trainer) else None,
         logprobs=logprobs,
@@ -151,13 +152,6 @@ def asks_for_a_mask(trainer: Any, inputs: Inputs) -> bool:
     if any(getattr(trainer.args, name, None) for name in ("completion_only_loss", "assistant_only_loss")):
         return True
     return "completion_mask" in inputs or "prompt_ids" in inputs
-
-
-def unwrapped(optimizer: Any) -> torch.optim.Optimizer | None:
-    """The torch optimizer inside accelerate's, whose ``step`` waits for the end of an accumulation."""
-    while optimizer is not None and not isinstance(getattr(optimizer, "optimizer", None), type(None)):
-        optimizer = optimizer.optimizer
-    return optimizer
 
 
 def _precision(trainer: Any) -> torch.dtype | None:

@@ -16,7 +16,7 @@ them. That record is made before any code of the conversation or the batch runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -35,8 +35,8 @@ from earnest.signals import Batch
 from earnest.signals.scorer import LogProbsWanted
 from earnest.tasks import Environment, Prompt
 from earnest_audit import Finding, Verdict
-
-LAW = "TURNS"
+from earnest_audit.gradient import Gradient
+from earnest_audit.law import Law
 
 
 def prove_conversations(
@@ -85,12 +85,12 @@ class _Conversations:
         try:
             batch = self._batch(made)
         except SignalError as error:
-            yield _finding("tokens trained", "refused", "those that were sampled", False, str(error))
+            yield LAW.finding("tokens trained", "refused", "those that were sampled", False, str(error))
             return
         found = _places(batch, made)
-        yield from self._exact(batch, made, found)
-        if all(isinstance(turn, _Turn) for turn in found):
-            located = [turn for turn in found if isinstance(turn, _Turn)]
+        located = [turn for turn in found if turn is not None]
+        yield from self._exact(batch, made, located)
+        if len(located) == len(found):
             yield from self._logprobs(batch, located)
             yield self._rendering(made, located)
             yield self._label(batch, made)
@@ -99,50 +99,31 @@ class _Conversations:
         yield self._one_turn()
 
     def _converse(self, turns: TurnSettings) -> Conversations:
-        return converse(
-            self.engine,
-            self.engine.policy,
-            self.environment,
-            self.prompts,
-            self.n,
-            self.spec,
-            turns,
-            sample=self.sample,
-            max_errors=1.0,
-        )
+        engine, sample = self.engine, self.sample
+        given = (engine, engine.policy, self.environment, self.prompts, self.n, self.spec, turns)
+        return converse(*given, sample=sample, max_errors=1.0)
 
     def _batch(self, made: Conversations) -> Batch:
         """The batch that a step would train on, made by the code that every step uses."""
-        return collect(
-            self.engine, self.environment, self.prompts, self.n, self.spec, turns=self.turns, made=made
-        ).batch
+        given = (self.engine, self.environment, self.prompts, self.n, self.spec)
+        return collect(*given, turns=self.turns, made=made).batch
 
-    def _exact(self, batch: Batch, made: Conversations, found: Sequence[_Turn | None]) -> Iterator[Finding]:
+    def _exact(self, batch: Batch, made: Conversations, found: Sequence[_Turn]) -> Iterator[Finding]:
         sampled = [turn for turns in made.drawn.values() for turn in turns]
-        wrong = sum(turn is None for turn in found)
-        trained, drawn = batch.active.shape[0], sum(len(turn.tokens) for turn in sampled)
-        yield _finding(
-            "tokens trained",
-            f"{wrong} of {len(sampled)} turns differ, {trained} tokens",
-            f"none, {drawn} tokens",
-            not wrong and trained == drawn,
+        wrong, drawn = len(sampled) - len(found), sum(len(turn.tokens) for turn in sampled)
+        trained = batch.active.shape[0]
+        measured = f"{wrong} of {len(sampled)} turns differ, {trained} tokens"
+        why = (
             "The batch trains other tokens than the policy sampled, or after other tokens than it read: a turn was "
-            "tokenized again, the mask is shifted, an observation is trained, or the history was changed.",
+            "tokenized again, the mask is shifted, an observation is trained, or the history was changed."
         )
+        same = not wrong and trained == drawn
+        yield LAW.finding("tokens trained", measured, f"none, {drawn} tokens", same, why)
         ends = self.spec.ends(self.engine.policy)
-        stops = [
-            float(batch.weight[turn.row, turn.first + len(turn.drawn.tokens) - 1])
-            for turn in found
-            if turn is not None and turn.drawn.tokens[-1] in ends
-        ]
-        stopped = sum(turn.tokens[-1] in ends for turn in sampled)
-        yield _finding(
-            "stop tokens",
-            f"{sum(weight == 1 for weight in stops)} with weight 1",
-            f"{stopped}",
-            sum(weight == 1 for weight in stops) == stopped,
-            "The policy sampled the end of a turn and is not trained on it, so it does not learn to stop.",
-        )
+        stops = [batch.weight[t.row, t.targets.stop - 1] for t in found if t.drawn.tokens[-1] in ends]
+        kept, stopped = sum(bool(weight == 1) for weight in stops), sum(turn.tokens[-1] in ends for turn in sampled)
+        why = "The policy sampled the end of a turn and is not trained on it, so it does not learn to stop."
+        yield LAW.finding("stop tokens", f"{kept} with weight 1", f"{stopped}", kept == stopped, why)
 
     def _logprobs(self, batch: Batch, found: Sequence[_Turn]) -> Iterator[Finding]:
         assert batch.behaviour is not None
@@ -151,34 +132,24 @@ class _Conversations:
         scores = torch.zeros_like(behaviour)
         scores[batch.row, batch.position] = self._score(batch).to(behaviour.dtype)
         drawn = [torch.tensor(turn.drawn.logprobs, dtype=behaviour.dtype, device=batch.device) for turn in found]
-        off = max(
-            float((behaviour[turn.row, turn.targets] - own).abs().max()) for turn, own in zip(found, drawn, strict=True)
-        )
-        yield _finding(
-            "log-probs of the sampler",
-            f"off by {off:.2g}",
-            "0",
-            off == 0,
-            "The log-probs in the batch are not those with which the tokens were sampled, so every ratio is wrong.",
-        )
+        off = max(float((behaviour[t.row, t.targets] - own).abs().max()) for t, own in zip(found, drawn, strict=True))
+        why = "The log-probs in the batch are not those with which the tokens were sampled, so every ratio is wrong."
+        yield LAW.agrees("log-probs of the sampler", off, 0.0, why)
         off = max(float((behaviour[t.row, t.targets] - scores[t.row, t.targets]).abs().max()) for t in found)
-        yield _finding(
-            "log-probs of the weights",
-            f"off by {off:.2g}",
-            f"≤ {self._room:g}",
-            off <= self._room or self.spec.top_p < 1 or self.spec.top_k > 0,
+        why = (
             "The current weights give other log-probs than the batch has: it was sampled by another version, or after "
-            "other tokens than those of its row.",
+            "other tokens than those of its row."
         )
+        subject = "log-probs of the weights"
+        if self.spec.top_p < 1 or self.spec.top_k > 0:
+            yield LAW.not_applicable(subject, "the sampler drew from a part of the vocabulary")
+        else:
+            yield LAW.agrees(subject, off, self._room, why)
         wrong = sum(int(batch.policy_version[turn.row]) > turn.drawn.policy_version for turn in found)
-        newest = int(batch.policy_version.max())
-        yield _finding(
-            "policy version",
-            f"{wrong} of {len(found)} turns under a newer one",
-            f"none, at most {self.engine.version}",
-            not wrong and newest <= self.engine.version,
-            "A row has a version that did not sample it, so its age is wrong.",
-        )
+        known = not wrong and int(batch.policy_version.max()) <= self.engine.version
+        measured, expected = f"{wrong} of {len(found)} turns under a newer one", f"none, at most {self.engine.version}"
+        why = "A row has a version that did not sample it, so its age is wrong."
+        yield LAW.finding("policy version", measured, expected, known, why)
 
     def _rendering(self, made: Conversations, found: Sequence[_Turn]) -> Finding:
         """Texts are compared without white space and undecodable characters, because templates trim contents."""
@@ -191,41 +162,33 @@ class _Conversations:
             wanted = _letters(rendered(policy, rollout.messages[: places[turn.number]], tools))
             read = _letters(str(policy.tokenizer.decode(turn.drawn.prompt, skip_special_tokens=False)))
             wrong += not (read == wanted or read == _letters(str(policy.tokenizer.bos_token)) + wanted)
-        return _finding(
-            "rendering",
-            f"{wrong} of {len(found)} prompts differ",
-            "none",
-            not wrong,
+        why = (
             "The policy read another history than the chat template renders, so it would read another one in use: the "
-            "template rewrites earlier turns (many remove the reasoning), and the conversation stayed in one row.",
+            "template rewrites earlier turns (many remove the reasoning), and the conversation stayed in one row."
         )
+        return LAW.finding("rendering", f"{wrong} of {len(found)} prompts differ", "none", not wrong, why)
 
     def _label(self, batch: Batch, made: Conversations) -> Finding:
         authors: Mapping[Author, Author] = {"tool": "user", "user": "template", "template": "tool"}
 
         def renamed(segment: Segment, _: bool) -> Segment:
-            other = authors.get(segment.author)
-            return segment if other is None else replace(segment, author=other)
+            return replace(segment, author=authors.get(segment.author, segment.author))
 
         try:
             again = self._batch(_changed(made, renamed))
             same = _same(batch, again, "inputs", "targets", "weight", "behaviour", "advantages")
         except SignalError:
             same = False
-        return _finding(
-            "label of an observation",
-            "equal" if same else "different",
-            "equal",
-            same,
-            "The author of an observation changes what is trained; only tokens that the policy sampled may differ.",
-        )
+        why = "The author of an observation changes what is trained; only tokens that the policy sampled may differ."
+        return LAW.finding("label of an observation", "equal" if same else "different", "equal", same, why)
 
     def _content(self, batch: Batch, made: Conversations, found: Sequence[_Turn]) -> Iterator[Finding]:
         """The first token of a later turn does not count: it changes in a model that reads only one token, too."""
+        subject = "content of an observation"
         following = [turn for turn in found if any(o.row == turn.row and o.first < turn.first for o in found)]
         later = [turn for turn in following if len(turn.drawn.tokens) > 1]
         if not later:
-            yield Finding(LAW, "content of an observation", "no second turn in a row", "-", "not applicable")
+            yield LAW.not_applicable(subject, "no second turn in a row")
             return
 
         def turned(segment: Segment, observed: bool) -> Segment:
@@ -241,20 +204,11 @@ class _Conversations:
         change[batch.row, batch.position] = (self._score(again) - self._score(batch)).abs().to(change.dtype)
         after = max(float(change[turn.row, turn.targets][1:].max()) for turn in later)
         before = max(float(change[turn.row, turn.targets].max()) for turn in found if turn not in following)
-        yield _finding(
-            "content of an observation",
-            f"later turns change by {after:.2g}",
-            f"> {self._room:g}, and the same tokens trained",
-            after > self._room and trained,
-            "Other observations do not change the later turns: the policy does not read them, or they are trained.",
-        )
-        yield _finding(
-            "turns before an observation",
-            f"change by {before:.2g}",
-            f"≤ {self._room:g}",
-            before <= self._room,
-            "A turn depends on what came after it: the row is shifted, or attention is not causal.",
-        )
+        measured, expected = f"later turns change by {after:.2g}", f"> {self._room:g}, and the same tokens trained"
+        why = "Other observations do not change the later turns: the policy does not read them, or they are trained."
+        yield LAW.finding(subject, measured, expected, after > self._room and trained, why)
+        why = "A turn depends on what came after it: the row is shifted, or attention is not causal."
+        yield LAW.agrees("turns before an observation", before, self._room, why, "change by {}")
 
     def _unrolled(self, batch: Batch, found: Sequence[_Turn]) -> Finding:
         worth = {turn.attempt: 1.0 + turn.attempt % 3 for turn in found}  # equal conversations must not cancel
@@ -270,40 +224,29 @@ class _Conversations:
             pad=self.engine.policy.pad_id,
             device=batch.device,
         )
-        ours = self.engine.gradients(batch.with_signals(advantages=batch.flatten(values)), DAPO())
-        theirs = self.engine.gradients(unrolled, DAPO())
-        norm = _norm(theirs.values())
-        off = _norm(ours[name] - theirs[name] for name in theirs) / norm if norm else float("inf")
+        ours = Gradient(self.engine.gradients(batch.with_signals(advantages=batch.flatten(values)), DAPO()))
+        theirs = Gradient(self.engine.gradients(unrolled, DAPO()))
+        off = ours.minus(theirs).norm() / theirs.norm() if theirs.norm() else float("inf")
+        why = "The gradient of a conversation is not the sum of its turns': positions, attention or weights are wrong."
         room = 1e-3 if self._exactly else 0.1
-        return _finding(
-            "turns in rows of their own",
-            f"gradient off by {off:.2g}",
-            f"≤ {room:g}",
-            off <= room,
-            "The gradient of a conversation is not the sum of its turns': positions, attention or weights are wrong.",
-        )
+        return LAW.agrees("turns in rows of their own", off, room, why, "gradient off by {}")
 
     def _one_turn(self) -> Finding:
         subject = "one turn"
         if self.sample is not None:
-            return Finding(LAW, subject, "a sampler elsewhere", "-", "not applicable")
+            return LAW.not_applicable(subject, "a sampler elsewhere")
         made = self._converse(replace(self.turns, max_turns=1))
         first = [made.drawn[a.rollout.prompt_index, a.rollout.sample_index][0] for a in made.attempts]
         asked = [turn.prompt for turn in first[:: self.n]]
         if [turn.prompt for turn in first] != [prompt for prompt in asked for _ in range(self.n)]:
-            return Finding(LAW, subject, "a prompt's conversations begin differently", "-", "not applicable")
+            return LAW.not_applicable(subject, "a prompt's conversations begin differently")
         plain = self.engine.sample(asked, self.n, self.spec)
         wrong = 0
         for a, b in zip(first, plain, strict=True):
             end = len(a.tokens) if a.finish == "length" else None  # a turn may have a lower token limit than a rollout
             wrong += (a.tokens, a.logprobs) != (b.tokens[:end], b.logprobs[:end])
-        return _finding(
-            subject,
-            f"{wrong} of {len(first)} differ from a rollout",
-            "none",
-            not wrong,
-            "A conversation of one turn is sampled differently from a rollout of the same prompt and seed.",
-        )
+        why = "A conversation of one turn is sampled differently from a rollout of the same prompt and seed."
+        return LAW.finding(subject, f"{wrong} of {len(first)} differ from a rollout", "none", not wrong, why)
 
     @property
     def _exactly(self) -> bool:
@@ -367,13 +310,8 @@ def _same(a: Batch, b: Batch, *names: str) -> bool:
     return all(torch.equal(getattr(a, name), getattr(b, name)) for name in names)
 
 
-def _norm(parts: Iterable[Tensor]) -> float:
-    return float(torch.stack([part.double().square().sum() for part in parts]).sum().sqrt())
-
-
 def _letters(text: str) -> str:
     return "".join(text.split()).replace("\ufffd", "")
 
 
-def _finding(subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
-    return Finding(LAW, subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)
+LAW = Law("TURNS", "conversations", __doc__, _Conversations.findings)

@@ -24,6 +24,7 @@ from earnest.signals.batch import Batch
 from earnest_audit import Finding, Verdict, audit
 from earnest_audit.laws import LAWS, liveness
 from earnest_audit.restore import remember
+from earnest_audit.verdict import judged
 
 
 def prove(
@@ -79,15 +80,12 @@ def _guard(engine: LocalEngine, reports: list[Mapping[str, float]]) -> Iterator[
     if engine.guard is None or not reports or not all("removed" in found for found in reports):
         return
     most = max(found["removed"] for found in reports)
-    yield Finding(
-        "GL",
-        f"guard {type(engine.guard).__name__}",
-        f"removes {most:.2g} of an update's length",
-        f"above 0 within {len(reports)} steps",
-        "holds" if most > 0 else "fails",
+    why = (
         "The guard finds nothing to remove: its directions meet no update (another adapter's, the wrong sign, or a "
-        "batch without the unwanted behaviour). Extract them on this adapter and look at their held-out accuracy.",
+        "batch without the unwanted behaviour). Extract them on this adapter and look at their held-out accuracy."
     )
+    subject, measured = f"guard {type(engine.guard).__name__}", f"removes {most:.2g} of an update's length"
+    yield judged("GL", subject, measured, f"above 0 within {len(reports)} steps", most > 0, why)
 
 
 def _skipped(objective: Objective) -> Iterator[Finding]:

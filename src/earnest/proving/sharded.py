@@ -19,10 +19,10 @@ from zlib import crc32
 
 import torch
 
-from earnest.audit import Finding
 from earnest.engines.local import LocalEngine
 from earnest.objectives.base import Objective
 from earnest.signals.batch import Batch
+from earnest_audit.verdict import Finding, judged
 
 WIDE, NARROW = 1e-3, 5e-2
 """The largest relative difference that another order of the same sums can cause, in 32 and in 16 bits."""
@@ -39,13 +39,10 @@ def check(
     own = [t for part in parts if not part.spare for t in part.token.tolist()]
     dealt = sorted(t for tokens in mesh.gathered(own) for t in tokens)
     total = batch.active.shape[0]
-    yield _finding(
-        "the rows of the ranks",
-        f"{len(dealt)} tokens computed, {len(set(dealt))} of {total} different ones",
-        f"each of {total} once",
-        dealt == list(range(total)),
-        "Some rows are computed by several ranks or by none, so the gradient is not that of the batch.",
-    )
+    why = "Some rows are computed by several ranks or by none, so the gradient is not that of the batch."
+    measured = f"{len(dealt)} tokens computed, {len(set(dealt))} of {total} different ones"
+    whole = dealt == list(range(total))
+    yield judged("SH", "the rows of the ranks", measured, f"each of {total} once", whole, why)
     states: list[int] = []
     body = engine.policy.body
     hook = body.register_forward_pre_hook(lambda *_: states.append(crc32(torch.get_rng_state().numpy().tobytes())))
@@ -57,22 +54,16 @@ def check(
         alone = engine.own_gradients(batch, objective)
     norms = trained.norm(together), trained.norm(alone)
     apart = trained.norm([a - b for a, b in zip(together, alone, strict=True)]) / max(*norms, 1e-30)
-    yield _finding(
-        "the gradient of the ranks",
-        f"{apart:.2g} from that of one rank with all rows",
-        f"at most {room:g}",
-        apart <= room,
-        "The ranks' gradients are not summed, are averaged, or are clipped one by one, or rows are repeated.",
-    )
+    why = "The ranks' gradients are not summed, are averaged, or are clipped one by one, or rows are repeated."
+    measured = f"{apart:.2g} from that of one rank with all rows"
+    yield judged("SH", "the gradient of the ranks", measured, f"at most {room:g}", apart <= room, why)
     streams = mesh.gathered(tuple(states))
     different = len(set(streams))
-    yield _finding(
-        "the ranks' random numbers",
-        f"{different} different streams on {mesh.size} ranks",
-        f"{mesh.teams}" + ("" if mesh.tensor == 1 else f", one for each team of {mesh.tensor}"),
-        different == mesh.teams and len(set(streams[:: mesh.tensor])) == mesh.teams,
-        "Ranks with different rows draw the same numbers, so dropout removes the same units from them.",
-    )
+    why = "Ranks with different rows draw the same numbers, so dropout removes the same units from them."
+    expected = f"{mesh.teams}" + ("" if mesh.tensor == 1 else f", one for each team of {mesh.tensor}")
+    measured = f"{different} different streams on {mesh.size} ranks"
+    own_stream = different == mesh.teams and len(set(streams[:: mesh.tensor])) == mesh.teams
+    yield judged("SH", "the ranks' random numbers", measured, expected, own_stream, why)
     before = [p.detach().clone() for p in engine.parameters]
     for p, gradient in zip(engine.parameters, together, strict=True):
         p.grad = gradient
@@ -80,33 +71,18 @@ def check(
     update = engine.update()
     reports.append(update.guard)
     clipped = update.gradient_norm
-    yield _finding(
-        "the clipped norm",
-        f"{clipped:.4g}",
-        f"{norms[1]:.4g}, that of the whole gradient",
-        abs(clipped - norms[1]) <= room * max(clipped, norms[1]),
-        "The clip uses another norm than that of the batch's gradient, such as that of one rank.",
-    )
+    why = "The clip uses another norm than that of the batch's gradient, such as that of one rank."
+    near = abs(clipped - norms[1]) <= room * max(clipped, norms[1])
+    yield judged("SH", "the clipped norm", f"{clipped:.4g}", f"{norms[1]:.4g}, that of the whole gradient", near, why)
     if trained.any_sharded:
-        owned = [p for group in engine.optimizer.param_groups for p in group["params"]]
-        yield _finding(
-            "the optimizer's parameters",
-            f"{len({id(p) for p in owned} & {id(p) for p in engine.parameters})} of {len(engine.parameters)} owned",
-            "each once",
-            sorted(map(id, owned)) == sorted(map(id, engine.parameters)),
-            "The optimizer was built before the weights were sharded, or a group was forgotten.",
-        )
+        owned = [id(p) for group in engine.optimizer.param_groups for p in group["params"]]
+        every = [id(p) for p in engine.parameters]
+        measured = f"{len(set(owned) & set(every))} of {len(every)} owned"
+        why = "The optimizer was built before the weights were sharded, or a group was forgotten."
+        yield judged("SH", "the optimizer's parameters", measured, "each once", sorted(owned) == sorted(every), why)
         moved = [bool((p.detach() != b).any()) for p, b in zip(engine.parameters, before, strict=True)]
         live = [bool((g != 0).any()) for g in alone]
         count = [sum(any(rank) for rank in zip(*mesh.gathered(flags), strict=True)) for flags in (live, moved)]
-        yield _finding(
-            f"{len(engine.parameters)} trainable parameters",
-            f"{count[0]} got a gradient, {count[1]} changed their bits",
-            "all",
-            min(count) == len(engine.parameters),
-            "Some parameters get no gradient, or the update does not change them.",
-        )
-
-
-def _finding(subject: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:
-    return Finding("SH", subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)
+        measured = f"{count[0]} got a gradient, {count[1]} changed their bits"
+        why = "Some parameters get no gradient, or the update does not change them."
+        yield judged("SH", f"{len(every)} trainable parameters", measured, "all", min(count) == len(every), why)

@@ -23,7 +23,7 @@ from earnest.proving import settings as own_settings
 from earnest.signals.batch import Batch, Reference, Teacher
 from earnest.signals.distributions import FullLogits, Hidden
 from earnest_audit.facts import declared
-from earnest_audit.step import Backward, Family, Raises, Step
+from earnest_audit.step import Backward, Family, Step
 
 Data = Mapping[str, Any]
 
@@ -36,7 +36,7 @@ def step_of(
     live = list(objective.live())
     labels = [w.term.label for w in live]
     gradient_like = [w for w in live if "advantages" in w.term.signals()]
-    others = [w for w in live if w not in gradient_like]
+    summed = [w for w in live if w not in gradient_like] if len(live) > 1 else []
     data, roles = _data(batch)
     state = {**objective.initial_state(), **engine.objective_state}
     read = _read(live, objective.needs(batch, state))
@@ -98,10 +98,8 @@ def step_of(
         metrics=ranged,
         still=known_metrics.still(ranged),
         neutral=known_metrics.neutral(live, values, prefixes),
-        terms={w.term.label: _weigher(w) for w in others if "stop_gradient" not in w.term.laws}
-        if len(labels) > 1
-        else {},
-        switches=[f"{w.term.label}.weight" for w in others] if len(labels) > 1 else [],
+        terms={w.term.label: f"{w.term.label}.weight" for w in summed if "stop_gradient" not in w.term.laws},
+        switches=[f"{w.term.label}.weight" for w in summed],
         logprobs=logprobs if batch.targets.ndim == 2 else None,
         student=student if plain and "teacher" in read and len(labels) == 1 else None,
         family=_family(live, batch),
@@ -119,10 +117,6 @@ def step_of(
         paths=paths,
         weighed={label: f"{label}.weight" for label in labels} if len(labels) > 1 else {},
     )
-
-
-def _weigher(weighted: Weighted) -> str | Raises:
-    return f"{weighted.term.label}.weight"
 
 
 def _family(live: list[Weighted], batch: Batch) -> Family | None:
@@ -227,24 +221,18 @@ def _batch(original: Batch, data: Data) -> Batch:
 def _teacher(original: Batch, data: Data, on: Tensor, source: list[int]) -> Teacher:
     assert original.teacher is not None
     form, at = original.teacher.distribution, original.teacher.at
-    if at is None:
-        covered = on
-    else:
-        grid = torch.zeros(original.inputs.shape, dtype=torch.bool, device=original.device)
-        grid[original.row[at], original.position[at]] = True
-        wide = torch.zeros_like(on)
-        wide[:, : grid.shape[1]] = grid[torch.tensor(source, device=grid.device)][:, : on.shape[1]]
-        covered = on & wide
-    place = covered[on].nonzero()[:, 0]
-    if "teacher" in data:
-        values = data["teacher"][covered]
-        return Teacher(Hidden(values) if isinstance(form, Hidden) else FullLogits(values), place, original.teacher.kind)
-    grid_index = torch.full(original.inputs.shape, -1, dtype=torch.long, device=original.device)
     tokens = torch.arange(original.active.shape[0], device=original.device) if at is None else at
-    grid_index[original.row[tokens], original.position[tokens]] = torch.arange(len(tokens), device=original.device)
-    wide_index = torch.full(on.shape, -1, dtype=torch.long, device=original.device)
-    wide_index[:, : grid_index.shape[1]] = grid_index[torch.tensor(source, device=original.device)][:, : on.shape[1]]
-    return Teacher(form.take(wide_index[covered]), place, original.teacher.kind)
+    numbers = torch.full(original.inputs.shape, -1, device=original.device)  # of the teacher's rows; -1 where none is
+    numbers[original.row[tokens], original.position[tokens]] = torch.arange(len(tokens), device=original.device)
+    wide = torch.full(on.shape, -1, device=original.device)
+    wide[:, : numbers.shape[1]] = numbers[torch.tensor(source, device=original.device)][:, : on.shape[1]]
+    covered = on if at is None else on & (wide >= 0)
+    if "teacher" not in data:
+        found = form.take(wide[covered])
+    else:
+        values = data["teacher"][covered]
+        found = Hidden(values) if isinstance(form, Hidden) else FullLogits(values)
+    return Teacher(found, covered[on].nonzero()[:, 0], original.teacher.kind)
 
 
 def _unique_pairs(pair: Tensor, role: list[Any]) -> Tensor:

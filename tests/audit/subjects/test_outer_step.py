@@ -67,12 +67,15 @@ def test_outer_settings_of_other_names() -> None:
             bound = k.get("max_norm", 1e9)
             return start + (moved - start) * (bound / (moved - start).norm()).clamp(max=1.0)
 
+    plain = {"weight_decay": 0.0, "max_norm": 1e9}
     for knobs in (
         {"outer_lr": 0.7, "outer_momentum": 0.9},
         {"outer_lr": 0.7, "outer_momentum": 0.9, "weight_decay": 0.1},
         {"weight_decay": 0.1, "max_norm": 0.3},
     ):
-        verdict = audit(OuterStep(Named(), knobs))
+        undeclared = audit(OuterStep(Named(), knobs))
+        assert undeclared.holds, str(undeclared)
+        verdict = audit(OuterStep(Named(), knobs, plain={k: v for k, v in plain.items() if k in knobs}))
         assert verdict.holds, str(verdict)
         assert "one replica, outer lr 1" in {f.subject for f in verdict.findings if f.outcome == "holds"}
     wrong = OuterStep(Named(-1.0), {"outer_lr": 0.7, "outer_momentum": 0.9})

@@ -20,6 +20,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from earnest_audit.law import Law
@@ -43,12 +44,12 @@ class ChatTemplate:
     trained: Sequence[int] | None = None
 
     def check(self) -> Iterator[Finding]:
-        given: list[Mapping[str, Any]] = copy.deepcopy(list(self.messages))
-        ids, mask = (list(part) for part in self.tokens(given))
-        same, why = given == list(self.messages), "The template writes into the messages: the next use gets others."
+        messages = list(self.messages)
+        given = copy.deepcopy(messages)
+        ids = list(self.tokens(given)[0])
+        same, why = given == messages, "The template writes into the messages: the next use gets others."
         yield LAW.finding("the messages afterwards", "unchanged" if same else "changed", "unchanged", same, why)
-        answers = [i for i, m in enumerate(self.messages) if m["role"] == "assistant"]
-        taught = [t for t, on in zip(ids, mask, strict=True) if on]
+        answers, taught = [i for i, m in enumerate(messages) if m["role"] == "assistant"], self._taught(messages)
         share = f"{len(taught)} of {len(ids)} tokens"
         why = "Nothing is supervised, or everything is, the prompt included: the template marks no assistant span."
         yield LAW.finding("supervised share", share, "some, not all", 0 < len(taught) < len(ids), why)
@@ -56,11 +57,11 @@ class ChatTemplate:
             yield from (self._begins(ids, i) for i in answers)
         if self.trained is not None:
             answers = [i for i in answers if i in self.trained]
-        others = [i for i in range(len(self.messages)) if i not in answers]
-        moved = [str(i) for i in others if self._taught(i) != taught]
+        others = [i for i in range(len(messages)) if i not in answers]
+        moved = [str(i) for i in others if self._taught_with_other(i) != taught]
         more = ": other words of a user, the system or an answer that is not trained change what is supervised."
         yield LAW.none("words of others", moved, f"{len(moved)} of {len(others)} messages are supervised", more)
-        deaf = [str(i) for i in answers if self._taught(i) == taught]
+        deaf = [str(i) for i in answers if self._taught_with_other(i) == taught]
         more = ": another answer leaves the supervised tokens as they are: this answer is not supervised."
         yield LAW.none("the assistant's words", deaf, f"{len(deaf)} of {len(answers)} answers are not supervised", more)
         if self.trained is not None and answers:
@@ -74,9 +75,7 @@ class ChatTemplate:
 
     def _begins(self, ids: list[int], answer: int) -> Finding:
         asked = list(self.prompt(copy.deepcopy(list(self.messages[:answer]))))
-        common = next(
-            (k for k, (a, b) in enumerate(zip(asked, ids, strict=False)) if a != b), min(map(len, (asked, ids)))
-        )
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False)))
         return LAW.finding(
             f"the prompt of message {answer}", f"{common} of its {len(asked)} ids begin the conversation",
             "all of them", common == len(asked),
@@ -88,19 +87,20 @@ class ChatTemplate:
         """What is supervised where everything before the exchange of the first trained answer is left out."""
         asks = [i for i in range(first) if self.messages[i]["role"] == "user"]
         head = [m for m in self.messages[: asks[-1]] if m["role"] == "system"] if asks else []
-        ids, mask = self.tokens(copy.deepcopy([*head, *self.messages[asks[-1] if asks else 0 :]]))
-        alone = sum(map(bool, mask))
+        alone = self._taught([*head, *self.messages[asks[-1] if asks else 0 :]])
         why = "Something in turns that are not trained is supervised, such as the end of an earlier answer."
-        return LAW.finding(
-            "turns that are not trained", f"{len(taught)} tokens are supervised, {alone} without those turns",
-            "the same", [t for t, on in zip(ids, mask, strict=True) if on] == taught, why,
-        )  # fmt: skip
+        measured = f"{len(taught)} tokens are supervised, {len(alone)} without those turns"
+        return LAW.finding("turns that are not trained", measured, "the same", alone == taught, why)
 
-    def _taught(self, changed: int) -> list[int]:
+    def _taught_with_other(self, changed: int) -> list[int]:
         """The supervised tokens where one message has another text."""
-        messages: list[Mapping[str, Any]] = copy.deepcopy(list(self.messages))
+        messages = list(self.messages)
         messages[changed] = {**messages[changed], "content": f"{messages[changed]['content']} 7 x"}
-        ids, mask = self.tokens(messages)
+        return self._taught(messages)
+
+    def _taught(self, messages: Messages) -> list[int]:
+        """The supervised tokens of a conversation."""
+        ids, mask = self.tokens(copy.deepcopy(list(messages)))
         return [t for t, on in zip(ids, mask, strict=True) if on]
 
 

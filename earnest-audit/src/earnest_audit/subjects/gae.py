@@ -69,7 +69,11 @@ class GAE:
         for subject, a, b, on, meaning in self._relations(rewards, (values, other), mask, (base, returns)):
             yield LAW.agrees(subject, float((a - b)[on.bool()].abs().max()), room, meaning)
         if returns is not None:
-            yield self._returns(base, returns - values, mask, room)
+            a, b = (t[mask.bool()].double() for t in (base, returns - values))
+            if self.whitened:  # the others but for a shift and a factor
+                a, b = (a - a.mean()) / a.std(), (b - b.mean()) / b.std()
+            why = "The critic is trained towards something else than what its advantages came from."
+            yield LAW.agrees("returns = advantages + values", float((a - b).abs().max()), room, why)
 
     def _relations(
         self, rewards: Tensor, values: tuple[Tensor, Tensor], mask: Tensor, base: tuple[Tensor, Tensor | None]
@@ -115,16 +119,6 @@ class GAE:
                         f"{name.capitalize()} of masked tokens (prompt, padding) reach the {what} of the answer's: the "
                         "last token bootstraps from padding, or a mean is taken over everything.",
                     )  # fmt: skip
-
-    def _returns(self, base: Tensor, gap: Tensor, mask: Tensor, room: float) -> Finding:
-        """Whitened advantages are the others but for a shift and a factor."""
-        on = mask.bool()
-        a, b = base[on].double(), gap[on].double()
-        if self.whitened:
-            a, b = (a - a.mean()) / a.std(), (b - b.mean()) / b.std()
-        off = float((a - b).abs().max())
-        why = "The critic is trained towards something else than what its advantages came from."
-        return LAW.agrees("returns = advantages + values", off, room, why)
 
     def _mask(self) -> Tensor:
         """A prompt in front, padding after, rows of several lengths; a hole where holes are declared."""

@@ -39,8 +39,7 @@ class Merge:
         applied = None if self.applied is None else self.applied(1.0).detach().clone()
         one = self.delta(1.0).detach().clone()
         size = max(largest(one.abs()), 1e-12)
-        fine = rounding(one) if self.once else self._room(one, size) if self.tolerance is None else 0.0
-        room = fine if self.tolerance is None else self.tolerance
+        room = self.tolerance if self.tolerance is not None else self._room(one, size)
         changes = bool((one != 0).any())
         yield LAW.finding("merge(1)", f"changes weights by {size:.2g}", "above 0", changes, "Merging adds nothing.")
         if self.once:
@@ -67,6 +66,8 @@ class Merge:
     def _room(self, one: Tensor, size: float) -> float:
         """A difference of large weights is as fine as those are: what a weight of 1 ± 2⁻¹² (or four units in the last
         place, where they are more) misses by measures how fine. A smooth curve misses next to nothing of the middle."""
+        if self.once:
+            return rounding(one)
         nudge = max(NUDGE, 4 * torch.finfo(one.dtype).eps)
         above, below = self.delta(1 + nudge), self.delta(1 - nudge)
         if self.linear:

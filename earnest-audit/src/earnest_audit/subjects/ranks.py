@@ -13,7 +13,7 @@ Detects: one seed for all ranks (every rank samples the same answers), a mean of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -61,15 +61,12 @@ class Ranks:
         yield LAW.none("the same rank again", other, f"{len(other)} of {RANKS} differ", more)
 
     def _cuts(self, metric: Callable[[list[Tensor]], float], rows: Tensor) -> Iterator[Finding]:
-        third = max(1, len(rows) // 4)
-        cuts: list[Sequence[int]] = [(len(rows),), (third, len(rows) - third)]
-        if len(rows) > 2 * third + 1:
-            cuts.append((third, third + 1, len(rows) - 2 * third - 1))
-        cuts = [cut for cut in cuts if min(cut) > 0]
-        values = [float(metric([part.clone() for part in rows.split(list(cut))])) for cut in cuts]
+        n, few = len(rows), max(1, len(rows) // 4)
+        cuts = [cut for cut in ([n], [few, n - few], [few, few + 1, n - 2 * few - 1]) if min(cut) > 0]
+        values = [float(metric([part.clone() for part in rows.split(cut)])) for cut in cuts]
         room = max(1e-5, rounding(rows) if rows.is_floating_point() else 0.0)
         if self.single is not None:
-            own = [float(self.single([part.clone() for part in rows.split(list(cut))])) for cut in cuts]
+            own = [float(self.single([part.clone() for part in rows.split(cut)])) for cut in cuts]
             away = max(abs(a - b) / max(1e-12, abs(a), abs(b)) for a, b in zip(values, own, strict=True))
             yield LAW.agrees(
                 "the metric in one process", away, room,

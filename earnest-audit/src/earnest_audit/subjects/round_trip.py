@@ -85,11 +85,8 @@ class RoundTrip:
             loaded = load_onto(self.make(), self.load, folder)
         except Exception:  # a perturbation or a load that is for once only
             return
-        moved, off = (
-            largest(gap(outputs(self.outputs, saved), wanted)),
-            largest(gap(outputs(self.outputs, loaded), found)),
-        )
-        if moved > self.tolerance:
+        off = largest(gap(outputs(self.outputs, loaded), found))
+        if (moved := largest(gap(outputs(self.outputs, saved), wanted))) > self.tolerance:
             measured, room = f"outputs off by {off:.2g} (it went on by {moved:.2g})", f"≤ {self.tolerance:g}"
             yield LAW.finding("load, after the saved one went on", measured, room, off <= self.tolerance, FOLLOWS)
 
