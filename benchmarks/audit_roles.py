@@ -188,7 +188,7 @@ def measure() -> dict[str, list[dict[str, Any]]]:
 
 
 def by_role(rows: list[dict[str, Any]]) -> list[str]:
-    lines = ["| role | tensors | right | wrong | weak or none |", "|---|---|---|---|---|"]
+    lines = ["| role | tensors | right | wrong | none |", "|---|---|---|---|---|"]
     for role, _ in [*Counter(row["role"] for row in rows).most_common(), ("all", 0)]:
         mine = [row for row in rows if role in ("all", row["role"])]
         used = [row for row in mine if row["sure"] in ("sure", "likely")]
@@ -201,7 +201,7 @@ def table(data: dict[str, list[dict[str, Any]]]) -> str:
     results = data["corpus"]
     everything = [row for case in data["tests"] for row in case["rows"]]
     lines = [*by_role(everything), "", "| how sure | guesses | right |", "|---|---|---|"]
-    for sure in ("sure", "likely", "weak"):
+    for sure in ("sure", "likely"):
         rows = [row for row in everything if row["sure"] == sure]
         lines.append(f"| {sure} | {len(rows)} | {sum(row['guess'] == row['role'] for row in rows)} |")
     fixes = [case for case in results if case["right"]]

@@ -14,7 +14,7 @@ Each tensor of the batch is changed by itself, and the effect determines its rol
     chosen, rejected       two tensors of ids, one of which a step along -gradient makes more likely and the other less
     reference_chosen, …    one number for each pair: raising it raises the loss, or lowers it
 
-A guess is "sure", "likely" or "weak". The audit uses the sure and the likely ones; a verdict lists all of them.
+A guess is "sure" or "likely"; a verdict lists all of them, and the tensors for which there is none.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
 from earnest_audit.step import Step, check_fields
 
-Sureness = Literal["sure", "likely", "weak"]
+Sureness = Literal["sure", "likely"]
 TINY = 1e-6  # relative changes of the gradient up to this count as none
 CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # gradients this close count as equal; in 16 bits: ROUGH
 ROUGH = 0.05
@@ -55,7 +55,7 @@ class Guess:
 
 @dataclass
 class InferredStep(Step):
-    """A step whose roles were guessed. ``inferred`` has all guesses, including the weak ones, which are not used."""
+    """A step whose roles were guessed."""
 
     inferred: tuple[Guess, ...] = ()
 
@@ -64,12 +64,11 @@ class InferredStep(Step):
         """The lines that the verdict adds to its notes."""
         known = {guess.key for guess in self.inferred} | set(self.roles.values())
         nothing = ", ".join(k for k, v in self.batch.items() if isinstance(v, Tensor) and k not in known)
-        used = [f"guessed: {guess}" for guess in self.inferred if guess.sure != "weak"]
-        weak = [f"not used: perhaps {guess}" for guess in self.inferred if guess.sure == "weak"]
+        used = [f"guessed: {guess}" for guess in self.inferred]
         none = [f"no role was found for {nothing}"] if nothing else []
         free = {k: v for k, v in numbers_of(self.loss).items() if k not in self.knobs}
         offered = [f"the loss has settings that are not declared: settings={free} declares them"] if free else []
-        return (*used, *weak, *none, *offered, "Step(…, roles={role: key}) declares roles instead of guessing them")
+        return (*used, *none, *offered, "Step(…, roles={role: key}) declares roles instead of guessing them")
 
 
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
@@ -81,7 +80,7 @@ def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], 
     probe = Probe(base)
     with probe.open():
         found = _Inference(probe, given).run()
-    roles = given | {guess.role: guess.key for guess in found if guess.sure != "weak"}
+    roles = given | {guess.role: guess.key for guess in found}
     if "labels" in roles and "ignore_index" not in declared and (ignored := ignored_label(batch[roles["labels"]])):
         declared["ignore_index"] = ignored
     return InferredStep(model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), **declared)
@@ -114,6 +113,7 @@ class _Inference:
         dtypes = {p.dtype for p in probe.parameters.values()}
         self.close = max(CLOSE.get(dtype, ROUGH) for dtype in dtypes)
         self.effects: dict[str, _Effect] = {}
+        self.unclear = False  # several tensors of ids, and no pair of answers
 
     def run(self) -> list[Guess]:
         declared = set(self.given.values())
@@ -156,13 +156,14 @@ class _Inference:
         return self._with(changed).gradient.distance(self.base.gradient)
 
     def _add(self, key: str, role: str, sure: Sureness, why: str) -> None:
-        """Add a guess; it is weak if another tensor has the role already."""
-        self.guesses.append(Guess(key, role, "weak" if role in self.roles else sure, why))
+        """Add a guess, unless another tensor has the role already."""
+        if role not in self.roles:
+            self.guesses.append(Guess(key, role, sure, why))
 
     @property
     def roles(self) -> dict[str, str]:
         """The roles that are known up to now, declared or guessed."""
-        return {guess.role: guess.key for guess in self.guesses if guess.sure != "weak"} | dict(self.given)
+        return {guess.role: guess.key for guess in self.guesses} | dict(self.given)
 
     # --- whole numbers ------------------------------------------------------------------------------------------------
 
@@ -186,20 +187,10 @@ class _Inference:
                 self._add(key, "labels", "likely", "whole numbers that only the loss reads")
         if len(ids) == 1:
             self._add(ids[0], "ids", "sure", "whole numbers that the layers read")
-        elif len(ids) == 2:
-            self._pair(ids)
-        else:
-            for key in ids:
-                self._add(key, "ids", "weak", "one of several tensors of whole numbers that the layers read")
-
-    def _pair(self, ids: Sequence[str]) -> None:
-        """A step along -gradient makes the chosen answers more likely and the rejected ones less."""
-        sides = [self._raised(key) for key in ids]
-        if None in sides or sides[0] == sides[1]:
-            for key in ids:
-                self._add(key, "ids", "weak", "one of two tensors of whole numbers that the layers read")
-            return
-        for key, up in zip(ids, sides, strict=True):
+        # A step along -gradient makes the chosen answers more likely and the rejected ones less.
+        sides = [self._raised(key) for key in ids] if len(ids) == 2 else []
+        self.unclear = len(ids) > 1 and set(sides) != {True, False}
+        for key, up in zip(ids, sides, strict=True) if set(sides) == {True, False} else ():
             role, way = ("chosen", "more") if up else ("rejected", "less")
             against = ", against its name: is the sign of the loss right?" if _named_otherwise(key, role) else ""
             self._add(key, role, "sure", f"a step along the negative gradient makes it {way} likely{against}")
@@ -232,8 +223,7 @@ class _Inference:
 
     def _masks(self, keys: Sequence[str]) -> None:
         sides = {role: key for role, key in self.roles.items() if role in ("chosen", "rejected")}
-        several = sum(guess.role == "ids" for guess in self.guesses) > 1
-        for key in keys:
+        for key in [] if self.unclear else keys:
             calls = self.effects[key].calls
             kind = "attention" if calls else "mask"
             why = "zeros and ones that the layers read" if calls else "zeros and ones that only the loss reads"
@@ -241,13 +231,11 @@ class _Inference:
                 self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
                 continue
             if not sides:
-                self._add(key, kind, "weak" if several else "sure", why)
+                self._add(key, kind, "sure", why)
                 continue
             mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
             if len(mine) == 1:
                 self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
-            else:
-                self._add(key, kind, "weak", why)
 
     def _is_documents(self, key: str) -> bool:
         """Whether zeros and ones are two documents in a row or left padding: ids under padding do not matter."""
@@ -318,9 +306,9 @@ class _Inference:
             self._add(key, "returns", "likely", "the gradient is linear in it and the loss is quadratic")
         elif bool((x < 0).any()) and bool((x > 0).any()):
             self._add(key, "advantages", "sure", "gradient and loss are linear in it, and it has both signs")
-        elif bool((x > 0).all()) and 0.5 < float(x.median()) < 2:
-            self._add(key, "importance", "weak", "gradient and loss are linear in it, and it is near 1")
         elif bool((x >= 0).all()):
+            if bool((x > 0).all()) and 0.5 < float(x.median()) < 2:
+                return True  # near 1: perhaps an importance ratio, perhaps a weight
             self._add(key, "weights", "likely", "gradient and loss are linear in it, and it is not negative")
         else:
             return False
@@ -339,9 +327,6 @@ class _Inference:
                 self._add(key, "reference", "sure", "log-probs that matter also where the signal is 0")
             else:
                 self._add(key, "behaviour", "sure", "log-probs that matter only where there is a signal")
-        elif negative:
-            role = "reference" if "labels" in self.roles else "teacher"
-            self._add(key, role, "weak", "not positive, and there are no advantages or rewards")
 
     def _pair_number(self, key: str) -> None:
         x = self.batch[key]

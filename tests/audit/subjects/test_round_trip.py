@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 
@@ -78,8 +77,6 @@ def test_a_save_that_loses_everything_is_seen() -> None:
 
     assert audit(trip(True)).holds
     assert {f.law for f in audit(trip(False)).failures} == {"RT"}
-
-
 
 
 def shaken(model: nn.Module) -> None:
