@@ -174,8 +174,8 @@ class Watch:
         """Metrics that come when their update has been made."""
         for name, value in ((k, number(v)) for k, v in metrics.items() if is_number(v)):
             if not math.isfinite(value):
-                self._break(f"metric {name}", value, f"{name} is not a number any more; what was learned since may be "
-                            "lost.")  # fmt: skip
+                why = f"{name} is not a number any more; what was learned since may be lost."
+                self._break(f"metric {name}", value, why)
             last, run, count = self._metrics.get(name, (math.nan, 0, 0))
             self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
 
@@ -211,8 +211,8 @@ class Watch:
         seen.before = None
         size = float(p.grad.detach().abs().max()) if p.grad is not None and p.grad.numel() else 0.0
         if not math.isfinite(size):
-            self._break(f"gradient of {name}", size, "An infinite or undefined gradient: a log of 0, an empty mask's "
-                        "mean, an overflow in 16 bits.")  # fmt: skip
+            why = "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits."
+            self._break(f"gradient of {name}", size, why)
         elif size > 0:
             seen.gradients += 1
             seen.without = 0
@@ -254,8 +254,10 @@ class Watch:
 
     def _break(self, subject: str, value: float, meaning: str) -> None:
         """What cannot be made good by later looks."""
-        measured = f"{value} at update {self.updates + 1}"
-        self._broken.setdefault(subject, Finding("GL", subject, measured, "finite", "fails", meaning))
+        if subject not in self._broken:
+            measured = f"{value} at update {self.updates + 1}"
+            self._broken[subject] = Finding("GL", subject, measured, "finite", "fails", meaning)
+            self._warn()
 
     def _warn(self) -> None:
         """Warn of each failure once; of one that begins later ("no longer") once more."""

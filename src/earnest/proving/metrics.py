@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from earnest.objectives.base import Value, Weighted
 from earnest.objectives.metrics import Mean
 from earnest.objectives.policy_gradient import Clipped
-
-Range = tuple[float | None, float | None]
+from earnest_audit.facts import Metric
 
 SHARES = ("clip_low", "clip_high", "clip_dual", "advantage_zero", "accuracy", "is_cut", "coverage", "entropy_selected",
           "gate", "capped", "beyond", "prompts_with_weight", "taid_t")  # fmt: skip
@@ -40,31 +39,16 @@ def read(values: Mapping[str, Value], prefixes: Mapping[str, str]) -> dict[str, 
     }
 
 
-def ranges(live: Sequence[Weighted], values: Mapping[str, Value], prefixes: Mapping[str, str]) -> dict[str, Range]:
-    found: dict[str, Range] = {}
-    for w in live:
-        for name in values[w.term.label].metrics if w.term.label in values else ():
-            if name.startswith("divergence") and getattr(w.term, "tail", None) == "unnormalised":
-                continue  # a sum over K tokens of an unnormalised KL may be below 0
-            if name in SHARES or name in POSITIVE:
-                found[prefixes[w.term.label] + name] = (0.0, 1.0) if name in SHARES else (0.0, None)
-            elif name in MOVING:
-                found[prefixes[w.term.label] + name] = (None, None)
-    return found
-
-
-def still(ranged: Mapping[str, Range]) -> frozenset[str]:
-    return frozenset(name for name in ranged if name.rsplit(".", 1)[-1] not in MOVING)
-
-
-def neutral(live: Sequence[Weighted], values: Mapping[str, Value], prefixes: Mapping[str, str]) -> dict[str, float]:
-    """The value of each metric for an unchanged policy."""
-    found: dict[str, float] = {}
+def facts(live: Sequence[Weighted], values: Mapping[str, Value], prefixes: Mapping[str, str]) -> dict[str, Metric]:
+    """The range of each known metric, whether it has to move, and its value for an unchanged policy."""
+    found: dict[str, Metric] = {}
     for w in live:
         wide = isinstance(w.term, Clipped) and min(w.term.clip, w.term.ceiling - 1) >= NARROW
         for name in values[w.term.label].metrics if w.term.label in values else ():
-            if name in NEUTRAL:
-                found[prefixes[w.term.label] + name] = NEUTRAL[name]
-            elif name in CLIPS and wide:
-                found[prefixes[w.term.label] + name] = 0.0
+            if name.startswith("divergence") and getattr(w.term, "tail", None) == "unnormalised":
+                continue  # a sum over K tokens of an unnormalised KL may be below 0
+            if name in (*SHARES, *POSITIVE, *MOVING):
+                low, high = 0.0 if name in (*SHARES, *POSITIVE) else None, 1.0 if name in SHARES else None
+                neutral = 0.0 if name in CLIPS and wide else NEUTRAL.get(name)
+                found[prefixes[w.term.label] + name] = Metric(low, high, name in MOVING, neutral)
     return found

@@ -85,7 +85,6 @@ def step_of(
         row = max(1, int(batch.length.max()))
         paths["the engine's backward pass in micro-batches"] = Backward(lambda knobs: backward(knobs, row))
     values = objective.evaluate(batch, engine.scalars(batch, objective.needs(batch, state)), state).values
-    ranged = known_metrics.ranges(live, values, prefixes)
     stop = any("stop_gradient" in w.term.laws for w in live) or bool(engine.adapter.variant.detached)
     plain = batch.teacher is not None and isinstance(batch.teacher.distribution, Hidden | FullLogits)
     return Step(
@@ -95,9 +94,7 @@ def step_of(
         roles={role: key for role, key in roles.items() if key in read},
         settings=declared(own_settings.knobs(live)),
         options=own_settings.options(live),
-        metrics=ranged,
-        still=known_metrics.still(ranged),
-        neutral=known_metrics.neutral(live, values, prefixes),
+        metrics=known_metrics.facts(live, values, prefixes),
         terms={w.term.label: f"{w.term.label}.weight" for w in summed if "stop_gradient" not in w.term.laws},
         switches=[f"{w.term.label}.weight" for w in summed],
         logprobs=logprobs if batch.targets.ndim == 2 else None,

@@ -303,3 +303,13 @@ def test_terms_under_reentrant_checkpointing_are_left_alone_with_a_word() -> Non
 
     with pytest.warns(WatchWarning, match="use_reentrant=False"):
         run()
+
+
+def test_a_loss_that_is_no_number_is_told_at_once() -> None:
+    """Not at the next look, which may be many updates away, or never where the run then ends with an error."""
+    model = Tiny(0)
+    w = watch(model, torch.optim.SGD(model.parameters(), lr=0.1), every=1000)
+    w.updates = 6
+    assert not w.due
+    with pytest.warns(WatchWarning, match="metric loss: nan at update 7"):
+        w.step(float("nan"))
