@@ -65,6 +65,24 @@ def copied(call: T) -> T:
         return call
 
 
+def setting_matters(
+    law: Law, name: str, value: float, others: Sequence[float], run: Callable[[float], Any], why: str
+) -> Finding:
+    """Some other value of a setting gives another result; values that are not allowed are passed over."""
+    subject, usual, tried = f"setting {name}", run(value), 0
+    for other in others:
+        try:
+            found = run(other)
+        except Exception:
+            continue
+        tried += other != value
+        if not equal(found, usual):
+            return law.finding(subject, f"{value:g} → {other:g} changes the result", "it matters", True)
+    if not tried:
+        return law.not_applicable(subject, "no other value is taken")
+    return law.finding(subject, "no other value changes the result", "it matters", False, f"{name} does nothing: {why}")
+
+
 def outputs(call: Callable[..., Tensor], *given: Any) -> Tensor:
     with torch.no_grad():
         return call(*given).detach().clone()

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from earnest_audit.law import Law
 from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import copied
+from earnest_audit.subjects.base import copied, setting_matters
 from earnest_audit.verdict import Finding
 
 RATES = ("lr", "learning_rate", "step_size", "eta")
@@ -54,11 +54,19 @@ class OuterStep:
 
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(0)
-        weights = start, one, _ = tuple(torch.randn(self.size, generator=rng) for _ in range(3))
+        weights = start, one, two = tuple(torch.randn(self.size, generator=rng) for _ in range(3))
         self._rounds(start, [[one]], self.knobs)  # as it is: what this raises is the user's to see
         yield from self._means(*weights)
+        # Plain momentum acts from the second round on; mixing shows where replicas differ.
+        ways = ([[one], [two]], [[one, two], [two, start]])
+        why = "its result is discarded (not in place?), or its memory is lost every round."
         for knob, value in self.knobs.items():
-            yield self._knob(knob, value, *weights)
+            others = [not value] if isinstance(value, bool) else [value + 0.3, value - 0.3, value / 2]
+
+            def run(other: float, knob: str = knob) -> list[list[Tensor]]:
+                return [self._rounds(start, way, {**self.knobs, knob: other}) for way in ways]
+
+            yield setting_matters(LAW, knob, value, others, run, why)
             if _is_momentum(knob) and value > 0:
                 yield from self._remembers(knob, *weights)
 
@@ -104,23 +112,6 @@ class OuterStep:
                 "bits, where it is rounded away. (Where that is intended, declare precision=…)",
                 "off by {} of it",
             )  # fmt: skip
-
-    def _knob(self, knob: str, value: float, start: Tensor, one: Tensor, two: Tensor) -> Finding:
-        # Plain momentum acts from the second round on; mixing shows where replicas differ.
-        ways = ([[one], [two]], [[one, two], [two, start]])
-        refused = ""
-        for other in [not value] if isinstance(value, bool) else [value + 0.3, value - 0.3, value / 2]:
-            try:
-                pairs = [(self._rounds(start, w, self.knobs), self._rounds(start, w, {**self.knobs, knob: other}))
-                         for w in ways]  # fmt: skip
-            except Exception as error:  # a value that is not allowed
-                refused = type(error).__name__
-                continue
-            why = f"{knob} does nothing: its result is discarded (not in place?), or its memory is lost every round."
-            matters = not all(torch.equal(a, b) for pair in pairs for a, b in zip(*pair, strict=True))
-            measured = "it matters" if matters else "no change in two rounds"
-            return LAW.finding(f"setting {knob}", measured, "it matters", matters, why)
-        return LAW.not_applicable(f"setting {knob}", f"raises {refused}", f"No other value of {knob} is taken.")
 
     def _remembers(self, knob: str, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
         """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens

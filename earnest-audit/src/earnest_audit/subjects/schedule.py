@@ -23,6 +23,7 @@ from itertools import pairwise
 from typing import Any
 
 from earnest_audit.law import Law
+from earnest_audit.subjects.base import setting_matters
 from earnest_audit.verdict import Finding
 
 ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
@@ -48,7 +49,7 @@ class Schedule:
     of_rank: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]] | None = None
 
     def check(self) -> Iterator[Finding]:
-        one, many = (list(self.rates(self.total, ranks, **self.settings)) for ranks in (1, 4))
+        one, many = self._one(), list(self.rates(self.total, RANKS, **self.settings))
         why = "The schedule is stepped another number of times than there are updates."
         yield LAW.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
         groups = [list(g) for g in zip(*(_row(r) for r in one), strict=True)]
@@ -63,31 +64,18 @@ class Schedule:
         why = "The schedule depends on the number of ranks."
         yield LAW.finding("1 rank = 4 ranks", equal, "equal", one == many, why)
         for name, value in self.settings.items():
-            yield self._setting(name, value, one)
+            others = [value * 2, value // 2 if isinstance(value, int) else value / 2, value + 1]
+            why = "it is read and not used, or overwritten on the way."
+            yield setting_matters(LAW, name, value, others, lambda v, n=name: self._one(**{n: v}), why)
         if self.of_rank is not None:
             each = [list(self.of_rank(self.total, rank)) for rank in range(RANKS)]
             other = [f"rank {rank}" for rank, rates in enumerate(each) if rates != each[0]]
-            more = (
-                " has other rates than rank 0: each applies its own to the same averaged gradient, and weights drift."
-            )
+            more = " has other rates than rank 0: each applies its own to one averaged gradient, and weights drift."
             yield LAW.none("every rank", other, f"{len(other)} of {RANKS} ranks differ from rank 0", more)
 
-    def _setting(self, name: str, value: float, usual: list[Any]) -> Finding:
-        """Twice the value, half of it, and one more: some other value gives other rates."""
-        whole = isinstance(value, int)
-        refused, others = 0, [value * 2, value // 2 if whole else value / 2, value + 1]
-        for other in (v for v in others if v != value):
-            try:
-                found = list(self.rates(self.total, 1, **{**self.settings, name: other}))
-            except Exception:  # a value that is not allowed
-                refused += 1
-                continue
-            if found != usual:
-                return LAW.finding(f"setting {name}", f"{value:g} → {other:g} gives other rates", "it matters", True)
-        if refused == len(others):
-            return LAW.not_applicable(f"setting {name}", "no other value is taken")
-        why = f"{name} does nothing: it is read and not used, or overwritten on the way."
-        return LAW.finding(f"setting {name}", "no change of any rate", "it matters", False, why)
+    def _one(self, **changed: float) -> list[Any]:
+        """The rates on one rank, with these settings changed."""
+        return list(self.rates(self.total, 1, **{**self.settings, **changed}))
 
     def _group(self, one: list[float], peak: float, final: float) -> Iterator[tuple[str, str, str, bool, str]]:
         top, middle, (low, high) = max(one), one[len(one) // 2], sorted((peak, final))
