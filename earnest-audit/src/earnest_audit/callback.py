@@ -128,13 +128,13 @@ class AuditCallback(TrainerCallback):
         return self._waited < MANY
 
     def _audit(self, model: nn.Module, inputs: Any, items: Any) -> Verdict:
-        expects = asks_for_a_mask(self._trainer, inputs)
-        intended = False if expects else self.all_supervised
-        optimizer = hooked(self._trainer.optimizer)
-        with unchanged(self._trainer), restored(model, optimizer), seeded(int(self._trainer.args.seed)):
-            step = step_of_trainer(self._trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
+        trainer = self._trainer
+        intended = False if asks_for_a_mask(trainer, inputs) else self.all_supervised
+        with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
+            step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             verdict = audit(step, quick=self.quick, progress=self.progress)
-            verdict += Verdict((*self._counted(model, inputs, items), *self._dropped(model, inputs, items)))
+            gone = dropped(trainer, fresh(inputs), lambda changed: self._loss(model, changed, items))
+            verdict += Verdict((*self._counted(model, inputs, items), *gone))
         if self.stop:
             verdict.raise_if_failed()
         for f in verdict.failures:
@@ -150,12 +150,7 @@ class AuditCallback(TrainerCallback):
         declared = getattr(trainer, "loss_is_scaled_for_ga", None) is not None
         if items is None or declared or not told or trainer.args.gradient_accumulation_steps < 2:
             return
-        with torch.no_grad(), unchanged(trainer), without_dropout(model):
-            losses = []
-            for count in (items, 2 * items):
-                with seeded(int(trainer.args.seed)):
-                    losses.append(result_of(self._own(model, fresh(inputs), num_items_in_batch=count))[0].item())
-        one, two = losses
+        one, two = (result_of(self._loss(model, fresh(inputs), n))[0].item() for n in (items, 2 * items))
         yield judged(
             "SE", "num_items_in_batch", f"twice the number makes the loss {one:.4g} to {two:.4g}", "it changes",
             one != two,
@@ -164,12 +159,10 @@ class AuditCallback(TrainerCallback):
             "a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
         )  # fmt: skip
 
-    def _dropped(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
-        def call(changed: Any) -> Any:
-            with torch.no_grad(), unchanged(self._trainer), without_dropout(model), seeded(0):
-                return self._own(model, changed, num_items_in_batch=items)
-
-        return dropped(self._trainer, fresh(inputs), call)
+    def _loss(self, model: nn.Module, inputs: Any, items: Any) -> Any:
+        """The trainer's own loss without a graph or dropout; the trainer is as it was afterwards."""
+        with torch.no_grad(), unchanged(self._trainer), without_dropout(model), seeded(int(self._trainer.args.seed)):
+            return self._own(model, inputs, num_items_in_batch=items)
 
     def _signals(self, inputs: Any) -> dict[str, Any]:
         keys = {"mask": "completion_mask", "advantages": "advantages", "behaviour": "sampling_per_token_logps"}

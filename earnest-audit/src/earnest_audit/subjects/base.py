@@ -66,13 +66,14 @@ def copied(call: T) -> T:
 
 
 def setting_matters(
-    law: Law, name: str, value: float, others: Sequence[float], run: Callable[[float], Any], why: str
+    law: Law, name: str, value: float, others: Sequence[float], run: Callable[..., Any], why: str
 ) -> Finding:
-    """Some other value of a setting gives another result; values that are not allowed are passed over."""
-    subject, usual, tried = f"setting {name}", run(value), 0
+    """Some other value of a setting gives another result of ``run(**{name: value})``; values that are not allowed are
+    passed over."""
+    subject, usual, tried = f"setting {name}", run(**{name: value}), 0
     for other in others:
         try:
-            found = run(other)
+            found = run(**{name: other})
         except Exception:
             continue
         tried += other != value

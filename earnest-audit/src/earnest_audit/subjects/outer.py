@@ -60,12 +60,12 @@ class OuterStep:
         # Plain momentum acts from the second round on; mixing shows where replicas differ.
         ways = ([[one], [two]], [[one, two], [two, start]])
         why = "its result is discarded (not in place?), or its memory is lost every round."
+
+        def run(**changed: float) -> list[list[Tensor]]:
+            return [self._rounds(start, way, {**self.knobs, **changed}) for way in ways]
+
         for knob, value in self.knobs.items():
             others = [not value] if isinstance(value, bool) else [value + 0.3, value - 0.3, value / 2]
-
-            def run(other: float, knob: str = knob) -> list[list[Tensor]]:
-                return [self._rounds(start, way, {**self.knobs, knob: other}) for way in ways]
-
             yield setting_matters(LAW, knob, value, others, run, why)
             if _is_momentum(knob) and value > 0:
                 yield from self._remembers(knob, *weights)

@@ -66,7 +66,7 @@ class Schedule:
         for name, value in self.settings.items():
             others = [value * 2, value // 2 if isinstance(value, int) else value / 2, value + 1]
             why = "it is read and not used, or overwritten on the way."
-            yield setting_matters(LAW, name, value, others, lambda v, n=name: self._one(**{n: v}), why)
+            yield setting_matters(LAW, name, value, others, self._one, why)
         if self.of_rank is not None:
             each = [list(self.of_rank(self.total, rank)) for rank in range(RANKS)]
             other = [f"rank {rank}" for rank, rates in enumerate(each) if rates != each[0]]
