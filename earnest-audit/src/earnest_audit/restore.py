@@ -103,7 +103,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_u
         tensors = {i: t for i, t in tensors.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
     if optimizer is not None:
         tensors |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    kept = {i: (t.detach().clone(), t.requires_grad, t.grad) for i, t in tensors.items()}
+    kept = [(t, t.detach().clone(), t.requires_grad, t.grad) for t in tensors.values()]
     modes = {id(m): m.training for m in model.modules()}
     put_back = remember(optimizer) if optimizer is not None else None
     if optimizer is not None and not own_update:
@@ -114,10 +114,8 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_u
         yield
     finally:
         with torch.no_grad():
-            for i, t in tensors.items():
-                value, flag, grad = kept[i]
-                if not torch.equal(_bits(t), _bits(value)):
-                    t.copy_(value)
+            for t, value, flag, grad in kept:
+                _refill(t, value)
                 t.grad = grad
                 if t.requires_grad != flag:
                     t.requires_grad_(flag)
