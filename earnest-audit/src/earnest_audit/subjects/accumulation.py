@@ -48,7 +48,6 @@ class Accumulation:
     batch: Mapping[str, Any]
     split: Sequence[int] | None = None
     what: str = "micro-batches"
-    tolerance: float | None = None  # none: from what one unit in the last place of every parameter does
     seed: int = 0
     rows_interact: bool = False
     precision: torch.dtype | None = None
@@ -66,7 +65,7 @@ class Accumulation:
             precision = self.precision or coarsest(seen)
             twice = self._twice(whole, again, precision)
             parts = self._gradient(cut)
-            room = self._room(whole, precision) if self.tolerance is None else self.tolerance
+            room = self._room(whole, precision)
         room = max(room, 8 * whole.distance(again))
         off, factor = whole.distance(parts), parts.best_scale(whole)
         yield LAW.finding(
@@ -86,7 +85,7 @@ class Accumulation:
         with without_dropout(self.model):
             with noticing(self.model) as seen:
                 one, two = self._gradient([self.batch]), self._gradient([self.batch, self.batch])
-            room = self._room(one, self.precision or coarsest(seen)) if self.tolerance is None else self.tolerance
+            room = self._room(one, self.precision or coarsest(seen))
         factor = two.best_scale(one)
         off = one.times(factor).distance(two)
         yield LAW.finding(

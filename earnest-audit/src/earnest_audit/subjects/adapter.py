@@ -36,7 +36,6 @@ class AdapterStart:
     outputs: Callable[[nn.Module], Tensor]
     disable: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
     identity: bool = True
-    tolerance: float | None = None  # none: rounding in the outputs' dtype, relative to the largest
 
     def check(self) -> Iterator[Finding]:
         before = outputs(self.outputs, self.model)
@@ -44,7 +43,7 @@ class AdapterStart:
         adapted = self.attach(self.model) or self.model
         if self.identity:
             why = "The adapter changes the model before any training: its initialization is not the identity."
-            yield same(LAW, "at initialization", before, outputs(self.outputs, adapted), self.tolerance, why)
+            yield same(LAW, "at initialization", before, outputs(self.outputs, adapted), why)
         else:
             yield LAW.not_applicable("at initialization", "it changes the outputs by declaration")
         trained = [p for p in adapted.parameters() if p.requires_grad]
@@ -70,7 +69,7 @@ class AdapterStart:
         else:
             with self.disable(adapted):
                 why = "With the adapter disabled the model is not the base: a bias, a scale or a merged weight is left."
-                yield same(LAW, "disabled", before, outputs(self.outputs, adapted), self.tolerance, why)
+                yield same(LAW, "disabled", before, outputs(self.outputs, adapted), why)
 
 
 LAW = Law("ADAPTER", "adapter at initialization (AdapterStart)", __doc__, AdapterStart.check)

@@ -39,11 +39,9 @@ def relative(a: Tensor, b: Tensor) -> float:
     return largest(gap(a, b)) / max(largest(a.detach()[a.isfinite()].abs()), 1e-12)
 
 
-def same(
-    law: Law, subject: str, a: Tensor, b: Tensor, tolerance: float | None, meaning: str, what: str = "off by {}"
-) -> Finding:
+def same(law: Law, subject: str, a: Tensor, b: Tensor, meaning: str, tolerance: float | None = None) -> Finding:
     """The row of two outputs that agree up to the tolerance, relative to the largest; none: rounding in their dtype."""
-    return law.agrees(subject, relative(a, b), rounding(a) if tolerance is None else tolerance, meaning, what)
+    return law.agrees(subject, relative(a, b), rounding(a) if tolerance is None else tolerance, meaning)
 
 
 def equal(a: Any, b: Any) -> bool:

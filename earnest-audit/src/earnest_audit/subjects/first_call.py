@@ -36,28 +36,27 @@ class FirstCall:
     call: Callable[[Any], Tensor]
     train: Callable[[Any], Any]
     constant: bool = True
-    tolerance: float | None = None  # none: rounding in the dtype of what is called, relative to the largest
     seed: int = 0
 
     def check(self) -> Iterator[Finding]:
         warm, cold = self._make(), self._make()
         before, fresh = self._call(warm), self._call(self._make())
         other = "Two fresh objects differ: a new process begins from something else (an unseeded draw, a changed file)."
-        yield self._same("two fresh objects", before, fresh, other)
+        yield same(LAW, "two fresh objects", before, fresh, other)
         self.train(warm)
         self.train(cold)
         later, first = self._call(warm), self._call(cold)
         if self.constant:
             why = "It changes with the training: it shares weights with what is trained."
-            yield self._same("after training", before, later, why)
+            yield same(LAW, "after training", before, later, why)
             why = "Called for the first time after training it is another one: it is filled lazily, from the policy."
-            yield self._same("first called after training", before, first, why)
+            yield same(LAW, "first called after training", before, first, why)
             return
         moved = largest(gap(first, before))
         why = "Training does not change what is called at all, so a cache that is never made anew would pass."
         yield LAW.finding("the training", f"moved it by {moved:.2g}", "above 0", moved > 0, why)
         stale = "After training the old value is given: what was cached at the first call is not made anew."
-        yield self._same("called before and after training", first, later, stale)
+        yield same(LAW, "called before and after training", first, later, stale)
 
     def _make(self) -> Any:
         with seeded(self.seed):
@@ -66,9 +65,6 @@ class FirstCall:
     def _call(self, x: Any) -> Tensor:
         with seeded(self.seed):
             return outputs(self.call, x)
-
-    def _same(self, subject: str, a: Tensor, b: Tensor, meaning: str) -> Finding:
-        return same(LAW, subject, a, b, self.tolerance, meaning)
 
 
 LAW = Law("FIRST-CALL", "first call (FirstCall)", __doc__, FirstCall.check)

@@ -31,7 +31,6 @@ class Merge:
 
     delta: Callable[[float], Tensor]
     applied: Callable[[float], Tensor] | None = None
-    tolerance: float | None = None  # none: from the dtype and from how finely the merged weights can be written
     linear: bool = True
     once: bool = False
 
@@ -39,7 +38,7 @@ class Merge:
         applied = None if self.applied is None else self.applied(1.0).detach().clone()
         one = self.delta(1.0).detach().clone()
         size = max(largest(one.abs()), 1e-12)
-        room = self.tolerance if self.tolerance is not None else self._room(one, size)
+        room = self._room(one, size)
         changes = bool((one != 0).any())
         yield LAW.finding("merge(1)", f"changes weights by {size:.2g}", "above 0", changes, "Merging adds nothing.")
         if self.once:

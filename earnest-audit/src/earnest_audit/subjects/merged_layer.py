@@ -49,7 +49,7 @@ class MergedLayer:
         yield self._row("outputs, unmerged", before, back)
 
     def _row(self, subject: str, before: Tensor, meaning: str) -> Finding:
-        return same(LAW, subject, before, outputs(self.outputs), self.tolerance, meaning)
+        return same(LAW, subject, before, outputs(self.outputs), meaning, self.tolerance)
 
 
 LAW = Law("DF-MERGED", "merged layer (MergedLayer)", __doc__, MergedLayer.check)

@@ -48,7 +48,6 @@ class WeightSync:
     trainer: Callable[[], Tensor]
     sampler: Callable[[], Tensor]
     precision: torch.dtype | None = None  # of the coarser of the two programs, where it is coarser than its log-probs
-    tolerance: float | None = None  # none: rounding in that precision
     undo: Callable[[], Any] | None = None
     model: nn.Module | None = None
     buffers: Sequence[str] = ()
@@ -57,7 +56,7 @@ class WeightSync:
         alone, again = outputs(self.trainer), outputs(self.trainer)
         self.push()
         before, now = outputs(self.sampler), outputs(self.trainer)
-        room = rounding(before, now, precision=self.precision) if self.tolerance is None else self.tolerance
+        room = rounding(before, now, precision=self.precision)
         yield LAW.agrees(
             "the trainer after a push", _difference(again, now), max(OWN, 4 * _difference(alone, again)),
             "A push changes the trainer: adapters are merged for the push and taken out again in 16 bits, which does "
@@ -83,7 +82,7 @@ class WeightSync:
         """Two programs in 16 bits differ by up to ``room`` at some text; by how much at this one was measured before
         the perturbation. A perturbation that stands well above that can be judged by what it left over."""
         subject = "the sampler follows a perturbation"
-        near = room if self.tolerance is not None else min(room, max(4 * agree, moved / 8))
+        near = min(room, max(4 * agree, moved / 8))
         if agree <= room and moved <= 2 * near:
             return LAW.not_applicable(
                 subject,
