@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -40,16 +40,9 @@ class AuditCallback(TrainerCallback):
     """
 
     def __init__(
-        self,
-        *,
-        quick: bool = False,
-        stop: bool = False,
-        every: int = 10,
-        all_supervised: bool | None = None,
-        progress: Callable[[str], None] | None = None,
+        self, *, quick: bool = False, stop: bool = False, every: int = 10, all_supervised: bool | None = None
     ) -> None:
         self.quick, self.stop, self.every, self.all_supervised = quick, stop, every, all_supervised
-        self.progress = progress
         self.audited: Verdict | None = None
         self.watch: Watch | None = None
         self._trainer: Any = None
@@ -132,7 +125,7 @@ class AuditCallback(TrainerCallback):
         intended = False if asks_for_a_mask(trainer, inputs) else self.all_supervised
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
-            verdict = audit(step, quick=self.quick, progress=self.progress)
+            verdict = audit(step, quick=self.quick)
             gone = dropped(trainer, fresh(inputs), lambda changed: self._loss(model, changed, items))
             verdict += Verdict((*self._counted(model, inputs, items), *gone))
         if self.stop:
