@@ -2,15 +2,17 @@
 
     python benchmarks/sampling.py                       print the recorded table
     python benchmarks/sampling.py --write [--threads 2] [--repeats 5] [--models nano,smollm2] [--vllm PYTHON]
+    python benchmarks/sampling.py --busy [--repeats 5] [--models nano,smollm2] [--rows 1,8,32]
 
 1, 8 and 32 rows (1 × 1, 1 × 8 and 4 × 8 completions of 32 tokens), float32 on a CPU; no token ends a completion, so
 every side computes the same number of tokens. All sides return the log-probs of what they sampled. The products are
 those that every side needs, and nothing else: the linear layers for the prompts (what all prompts begin with once) and
 for 31 of the 32 tokens of each row, and the head for each token; no attention, no choice of a token. ``packed`` are the
 same products as the sampler computes them (``earnest.models.packed``): packed weights for several rows, the packing
-included, and halves of the weights for one. The sides in this process take
-turns, and the median over the repeats counts. vLLM runs in its own environment (`make vllm`) afterwards, with the same
-number of threads; without the environment it is left out.
+included, and halves of the weights for one. The sides in this process take turns, and the median over the repeats
+counts. vLLM runs in its own environment (`make vllm`) afterwards, with the same number of threads; without the
+environment it is left out. ``--busy`` is for a machine with other work: tokens per second of CPU time in one thread,
+without vLLM, printed and not written.
 """
 
 from __future__ import annotations
@@ -103,15 +105,17 @@ SIDES: dict[str, Callable[[Policy, list[list[int]], int], None]] = {
 }
 
 
-def speed(repeats: int, sides: dict[str, Callable[[], None]], tokens: int) -> dict[str, float]:
+def speed(
+    repeats: int, sides: dict[str, Callable[[], None]], tokens: int, now: Callable[[], float] = time.perf_counter
+) -> dict[str, float]:
     """Tokens per second of each side: the median over the repeats, after one turn to warm up."""
     clock: dict[str, list[float]] = {name: [] for name in sides}
     for turn in range(repeats + 1):
         for name, side in sides.items():
-            began = time.perf_counter()
+            began = now()
             side()
             if turn:
-                clock[name].append(time.perf_counter() - began)
+                clock[name].append(now() - began)
     return {name: tokens / statistics.median(spans) for name, spans in clock.items()}
 
 
@@ -157,6 +161,7 @@ def vllm(python: Path, folder: Path, prompts: list[list[int]], args: argparse.Na
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--write", action="store_true", help="measure, and write --out")
+    parser.add_argument("--busy", action="store_true", help="measure CPU time in one thread, and print it")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--models", default="nano,smollm2")
@@ -167,6 +172,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.side:
         vllm_side(**json.loads(args.side))
+        return
+    if args.busy:
+        measure(args)
         return
     if args.write:
         measure(args)
@@ -195,20 +203,20 @@ def measure(args: argparse.Namespace) -> None:
 
     from earnest.models import load, places, smollm2
 
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(1 if args.busy else args.threads)
     logging.set_verbosity_error()
     results = []
     for name in args.models.split(","):
         policy = load(name)
         folder = places.nano_folder() if name == "nano" else smollm2.folder()
         policy.model.generation_config.eos_token_id = None
-        theirs = vllm(args.vllm, folder, prompts_of(policy, 4), args)
+        theirs = {} if args.busy else vllm(args.vllm, folder, prompts_of(policy, 4), args)
         for rows in map(int, args.rows.split(",")):
             count, n = CASES[rows]
             prompts = prompts_of(policy, count)
             before = os.getloadavg()[0]
             sides = {side: partial(run, policy, prompts, n) for side, run in SIDES.items()}
-            found = speed(args.repeats, sides, rows * NEW)
+            found = speed(args.repeats, sides, rows * NEW, time.thread_time if args.busy else time.perf_counter)
             if theirs:
                 found["vllm"] = float(theirs[str(rows)])
             ratios = {f"earnest/{other}": found["earnest"] / v for other, v in found.items() if other != "earnest"}
@@ -220,6 +228,8 @@ def measure(args: argparse.Namespace) -> None:
                 + f" tokens/s; products/earnest {found['products'] / found['earnest']:.2f}; load {before:.1f}",
                 flush=True,
             )
+    if args.busy:
+        return
     made = {"threads": args.threads, "repeats": args.repeats, "torch": torch.__version__, "results": results}
     args.out.parent.mkdir(parents=True, exist_ok=True)
     args.out.write_text(json.dumps(made, indent=1) + "\n")

@@ -4,8 +4,8 @@ Several rows: torch's float32 product copies the weight into blocks at every cal
 order in which oneDNN reads it, the products of SmolLM2 take 0.7 of the time at 32 rows and 0.6 at 8. The copy takes as
 long as it saves in about eight tokens.
 
-One row: the product of a matrix with a vector reads every weight once, and MKL's single product reads at half the speed
-of the memory that its batched product reaches. So the weight is read as a batch of two halves, without a copy:
+One row: the product of a matrix with a vector reads every weight once, and MKL's single product reads more slowly than
+its batched one (SmolLM2's head in one thread: 10.3 and 6.0 ms). So the weight is read as two halves, without a copy:
 
     W x = [W₁ x; W₂ x]
 
@@ -54,7 +54,8 @@ class _PackedWeight(Tensor):
 
 def _one_row(x: Float[Tensor, "... n"], weight: Float[Tensor, "m n"], bias: Tensor | None) -> Float[Tensor, "... m"]:
     m, n = weight.shape
-    found = torch.bmm(weight.view(2, m // 2, n), x.reshape(1, n, 1).expand(2, n, 1)).view(*x.shape[:-1], m)
+    both = x.reshape(1, 1, n).expand(2, 1, n).transpose(1, 2)  # as a transposed row: torch copies other strides
+    found = torch.bmm(weight.view(2, m // 2, n), both).view(*x.shape[:-1], m)
     return found if bias is None else found + bias
 
 
