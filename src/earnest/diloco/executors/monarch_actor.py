@@ -15,9 +15,9 @@ class Worker(Actor):
         self.runner = Runner()
 
     @endpoint  # type: ignore[untyped-decorator]
-    def begin(self, words: list[str], env: dict[str, str], gpu: bool | None, number: int, ranks: int = 1) -> int:
+    def begin(self, words: list[str], env: dict[str, str], gpu: bool | None, number: int, ranks: int = 1) -> None:
         """``number``: that of the replica among those on this host, which takes its GPUs in turn."""
-        return self.runner.start(words, {**gpu_variables(gpu, number, ranks), **env})
+        self.runner.start(words, {**gpu_variables(gpu, number, ranks), **env})
 
     @endpoint  # type: ignore[untyped-decorator]
     def look(self) -> tuple[int, str] | None:

@@ -24,10 +24,10 @@ OPTIONS: dict[str, float] = {"num_cpus": 1, "max_restarts": 0, "max_task_retries
 class RayRunner(Runner):
     """A runner whose worker starts its own samplers in the cluster that it runs in."""
 
-    def start(self, words: Sequence[str], env: Mapping[str, str]) -> int:
+    def start(self, words: Sequence[str], env: Mapping[str, str]) -> None:
         import ray
 
-        return super().start(words, {**env, "RAY_ADDRESS": ray.get_runtime_context().gcs_address})
+        super().start(words, {**env, "RAY_ADDRESS": ray.get_runtime_context().gcs_address})
 
 
 class RayExecutor(Polled):

@@ -38,8 +38,8 @@ class Runner:
         self._own_session, self._asked = own_session, False
         self._log = log or Path(tempfile.mkstemp(prefix="earnest-worker-", suffix=".log")[1])
 
-    def start(self, words: Sequence[str], env: Mapping[str, str]) -> int:
-        """The process id of ``earnest WORDS`` under this interpreter."""
+    def start(self, words: Sequence[str], env: Mapping[str, str]) -> None:
+        """Start ``earnest WORDS`` under this interpreter."""
         assert self.process is None, "a runner runs one command"
         with self._log.open("ab") as out:
             self.process = subprocess.Popen(
@@ -50,7 +50,6 @@ class Runner:
                 stderr=subprocess.STDOUT,
                 start_new_session=self._own_session,
             )
-        return self.process.pid
 
     def poll(self) -> tuple[int, str] | None:
         """(exit code, the end of its log) once it has ended."""
