@@ -201,3 +201,12 @@ def test_a_mask_that_is_shifted_by_one_never_holds(family: Any, outcome: str) ->
     shifted = Step(model=step.model, loss=loss, batch=step.batch, roles=step.roles, family=family)
     (row,) = [f for f in audit(shifted, laws=[shift.LAW]).findings if f.subject == shift.PEEKING]
     assert row.outcome == outcome and (outcome != "fails" or "the mask is shifted by one" in row.meaning), str(row)
+
+
+def test_a_model_that_is_not_given_the_ids() -> None:
+    """Its two arguments are swapped: it embeds none of the ids, so the batch's own are changed."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        return shifting(model, {**batch, "ids": batch["attention"], "attention": batch["ids"]}, batch["labels"])
+
+    assert outcomes(sft_step(loss))[shift.BEFORE] == "fails"

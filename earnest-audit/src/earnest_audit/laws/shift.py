@@ -47,26 +47,34 @@ def check(probe: Probe) -> Rows:
     places = torch.arange(ids.shape[1], device=ids.device)[None]
     batch, behind = edits.only(step, step.batch, keep), keep.any(-1, keepdim=True) & (places > source) & (ids >= 0)
     with probe.may_refuse(BEFORE, "one label per row cannot be run"):
-        by_last = _moved(probe, batch, places == source, probe.is_change)
-        by_own = _moved(probe, batch, behind, lambda change: change <= probe.value_room)
+        by_last = _moved(probe, batch, places == source, probe.is_change, "labels" in step.roles)
     yield probe.descends(
         BEFORE, f"changing it changed the last labels' loss or gradient by {by_last:.2g}",
         by_last if probe.is_change(by_last) else 0.0,
         "The token right before a label does not matter to its prediction: logits and labels are shifted against each "
         "other by one too many (a model that shifts its labels itself is given shifted ones), or the mask is.",
     )  # fmt: skip
-    yield _peeking(probe, by_own) if bool(behind.any()) else LAW.not_applicable(PEEKING, "nothing comes after it")
+    if not bool(behind.any()):
+        raise Ends(LAW.not_applicable(PEEKING, "nothing comes after it"))
+    with probe.may_refuse(PEEKING, "one label per row cannot be run"):
+        by_own = _moved(probe, batch, behind, lambda change: change <= probe.value_room)
+    yield _peeking(probe, by_own)
 
 
-def _moved(probe: Probe, batch: edits.Batch, where: Tensor, enough: Callable[[float], bool]) -> float:
+def _moved(
+    probe: Probe, batch: edits.Batch, where: Tensor, enough: Callable[[float], bool], edited: bool = False
+) -> float:
     """The relative change where the model embeds other ids there: of the loss if that is ``enough``, or else of the
-    gradient."""
+    gradient. ``edited``: where it embeds none of these ids, the batch has the others."""
     step, quiet = probe.step, probe.step.terms_off
     ids: Tensor = step.batch[step.roles["ids"]]
-    here, other = probe.look(batch, quiet).loss, edits.other_ids(step, ids, where)
+    here, other, shown = probe.look(batch, quiet).loss, edits.other_ids(step, ids, where), dict(batch)
     with embedded(step.model, ids, other) as replaced:
         there = probe.look(batch, quiet).loss
-    if not replaced:
+    if not replaced and edited:
+        shown[step.roles["ids"]] = other
+        there = probe.look(shown, quiet).loss
+    elif not replaced:
         raise Ends(LAW.not_applicable(PEEKING, "the model does not embed the ids as they are"))
     size = max(abs(here), abs(there))
     change = abs(here - there) / size if 0 < size < math.inf else 0.0
@@ -77,7 +85,7 @@ def _moved(probe: Probe, batch: edits.Batch, where: Tensor, enough: Callable[[fl
         why = "the last label of a row alone has a zero gradient"
         raise Ends(LAW.not_applicable(BEFORE, why, "See the row 'every supervised position'."))
     with embedded(step.model, ids, other):
-        return taught.distance(probe.gradient(dict(batch), quiet))
+        return taught.distance(probe.gradient(shown, quiet))
 
 
 def _peeking(probe: Probe, change: float) -> Finding:
