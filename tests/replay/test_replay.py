@@ -260,7 +260,7 @@ def test_an_environment_judges_a_turn_by_how_the_conversation_ends_after_it(tmp_
     """lookup: the lamp costs as much as the boat. Hand-made: what each of three turns is worth, and its rival."""
     prices = {"lamp": "as the boat", "boat": "7 coins"}
     data = {"question": "What does the lamp cost?", "item": "lamp", "prices": prices, "answer": "7 coins"}
-    asked = user(data["question"])
+    asked = user(str(data["question"]))
     first, second = call("price", 0, item="lamp"), call("price", 1, item="boat")
     told, price = ({"role": "tool", "tool_call_id": f"c{i}", "content": prices[k]} for i, k in enumerate(prices))
     right = [asked, first, told, second, price, said("The lamp costs 7 coins.")]
