@@ -1,13 +1,15 @@
 """The same GRPO job in TRL's GRPOTrainer and in earnest, one process after the other: steps per second and peak memory.
 
     python benchmarks/grpo_step.py [--steps 20] [--model nano] [--out benchmarks/results/grpo_step.json]
-    python benchmarks/grpo_step.py --model smollm2 --steps 5 --out benchmarks/results/grpo_step_smollm2.json
+    python benchmarks/grpo_step.py --model smollm2 --steps 5 --vllm --out benchmarks/results/grpo_step_smollm2.json
 
 Same model, same prompts, 4 prompts × 8 completions of exactly 32 tokens (end-of-turn switched off on both
 sides), LoRA r = 8 on q_proj and v_proj, AdamW at one learning rate, one update per batch, clip 0.2, no reference model,
 fp32, the same number of threads. With a small model on a CPU, overhead is most of the time. TRL samples with
-transformers' ``generate``, its default. The time of sampling is also measured apart; the rest of a step is rewards, the
-policy's log-probs, the loss and the update.
+transformers' ``generate``, its default; with ``--vllm`` a third process is TRL with vLLM inside it (``vllm_mode``
+"colocate"), with Python and vLLM of .venv-vllm and the other packages of .venv (`make vllm` makes it). TRL can give
+vLLM's CPU build new weights only if its layers read them (VLLM_LIVE_WEIGHTS, envs/repair_vllm.py). The time of sampling
+is also measured apart; the rest of a step is rewards, the policy's log-probs, the loss and the update.
 """
 
 from __future__ import annotations
@@ -20,11 +22,15 @@ import resource
 import statistics
 import subprocess
 import sys
+import sysconfig
 import time
 from pathlib import Path
 from typing import Any
 
 PROMPTS, COMPLETIONS, TOKENS, RANK, LR, WARMUP = 4, 8, 32, 8, 1e-4, 3
+NAMES = {"trl": "TRL's GRPOTrainer", "trl-vllm": "TRL's GRPOTrainer, vLLM", "earnest": "earnest"}
+VLLM = Path(__file__).parents[1] / ".venv-vllm" / "bin" / "python"
+VLLM_SETTINGS = {"VLLM_LIVE_WEIGHTS": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1"}
 
 
 def reward_of(text: str) -> float:
@@ -68,7 +74,7 @@ def run_earnest(steps: int, model: str) -> dict[str, Any]:
     return measured(clock[WARMUP:], sampling[WARMUP:], tokens)
 
 
-def run_trl(steps: int, name: str) -> dict[str, Any]:
+def run_trl(steps: int, name: str, vllm: bool = False) -> dict[str, Any]:
     import tempfile
 
     import torch
@@ -102,6 +108,12 @@ def run_trl(steps: int, name: str) -> dict[str, Any]:
             self.marks.append(time.perf_counter())
 
     clock = Clock()
+    sampler: dict[str, Any] = {"generation_kwargs": {"min_new_tokens": TOKENS, "eos_token_id": None}}
+    if vllm:
+        sampler = {
+            "generation_kwargs": {"ignore_eos": True}, "use_vllm": True, "vllm_mode": "colocate",
+            "vllm_max_model_length": 256,
+        }  # fmt: skip
     with tempfile.TemporaryDirectory() as out:
         args = GRPOConfig(
             output_dir=out,
@@ -115,7 +127,7 @@ def run_trl(steps: int, name: str) -> dict[str, Any]:
             loss_type="grpo",
             epsilon=0.2,
             temperature=1.0,
-            generation_kwargs={"min_new_tokens": TOKENS, "eos_token_id": None},
+            **sampler,
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
@@ -177,22 +189,31 @@ def main() -> None:
     parser.add_argument("--model", choices=("nano", "smollm2"), default="nano")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/grpo_step.json"))
     parser.add_argument("--table", action="store_true", help="print the table of --out instead of running")
-    parser.add_argument("--side", choices=("earnest", "trl"), help=argparse.SUPPRESS)
+    parser.add_argument("--vllm", action="store_true", help="TRL with vLLM, too")
+    parser.add_argument("--side", choices=tuple(NAMES), help=argparse.SUPPRESS)
+    parser.add_argument("--packages", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.side:
-        result = (run_earnest if args.side == "earnest" else run_trl)(args.steps, args.model)
+        sys.path += [args.packages] if args.packages else []
+        trl = args.side != "earnest"
+        result = (
+            run_trl(args.steps, args.model, args.side == "trl-vllm") if trl else run_earnest(args.steps, args.model)
+        )
         print("RESULT " + json.dumps(result))
         return
     if args.table:
         print(table(json.loads(args.out.read_text())))
         return
     sides: dict[str, dict[str, Any]] = {}
-    for side in ("trl", "earnest"):
+    for side in NAMES:
+        vllm = side == "trl-vllm"
+        if vllm and not args.vllm:
+            continue
+        words = ["--side", side, "--steps", str(args.steps), "--model", args.model]
+        words += ["--packages", sysconfig.get_path("purelib")] if vllm else []
+        python, environment = (VLLM, os.environ | VLLM_SETTINGS) if vllm else (sys.executable, os.environ)
         done = subprocess.run(
-            [sys.executable, __file__, "--side", side, "--steps", str(args.steps), "--model", args.model],
-            capture_output=True,
-            text=True,
-            check=False,
+            [python, __file__, *words], capture_output=True, text=True, check=False, env=dict(environment)
         )
         lines = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not lines:
@@ -203,36 +224,41 @@ def main() -> None:
             f"of which sampling {sides[side]['median_sampling_seconds']:.3f} s, "
             f"peak {sides[side]['peak_rss_mb']:.0f} MB, {sides[side]['completion_tokens']} completion tokens"
         )
-    assert sides["trl"]["completion_tokens"] == sides["earnest"]["completion_tokens"], "not the same job"
-    ratio = {
-        "steps_per_second": sides["earnest"]["steps_per_second"] / sides["trl"]["steps_per_second"],
-        "peak_memory": sides["trl"]["peak_rss_mb"] / sides["earnest"]["peak_rss_mb"],
-    }
+    assert len({side["completion_tokens"] for side in sides.values()}) == 1, "not the same job"
+    ratio = compared(sides["trl"], sides["earnest"])
+    more = {"ratio_vllm": compared(sides["trl-vllm"], sides["earnest"])} if args.vllm else {}
     machine = {
         "python": platform.python_version(),
         "processor": platform.processor() or platform.machine(),
         "threads": threads(),
     }
     args.out.parent.mkdir(parents=True, exist_ok=True)
-    for part in ("sampling", "training"):
-        name = f"median_{part}_seconds"
-        ratio[part] = sides["trl"][name] / sides["earnest"][name]
-    result = {"model": args.model, "sides": sides, "ratio": ratio, "machine": machine, "load": os.getloadavg()[0]}
+    result = {"model": args.model, "sides": sides, "ratio": ratio, **more, "machine": machine}
+    result |= {"load": os.getloadavg()[0]}
     args.out.write_text(json.dumps(result, indent=1) + "\n")
     print(table(result))
+
+
+def compared(trl: dict[str, Any], earnest: dict[str, Any]) -> dict[str, float]:
+    return {
+        "steps_per_second": earnest["steps_per_second"] / trl["steps_per_second"],
+        "peak_memory": trl["peak_rss_mb"] / earnest["peak_rss_mb"],
+        "sampling": trl["median_sampling_seconds"] / earnest["median_sampling_seconds"],
+        "training": trl["median_training_seconds"] / earnest["median_training_seconds"],
+    }
 
 
 def table(result: dict[str, Any]) -> str:
     """A markdown table of both sides and their ratio."""
     model = result.get("model", "nano")
     lines = [f"| GRPO step, {model}, CPU | steps/s | median step | peak memory |", "|---|---|---|---|"]
-    for side, name in (("trl", "TRL's GRPOTrainer"), ("earnest", "earnest")):
-        m = result["sides"][side]
-        lines.append(
-            f"| {name} | {m['steps_per_second']:.2f} | {m['median_seconds']:.3f} s | {m['peak_rss_mb']:.0f} MB |"
-        )
-    ratio = result["ratio"]
-    lines.append(f"| ratio | {ratio['steps_per_second']:.2f}× | | {ratio['peak_memory']:.2f}× less |")
+    for side, m in result["sides"].items():
+        numbers = f"{m['steps_per_second']:.2f} | {m['median_seconds']:.3f} s | {m['peak_rss_mb']:.0f} MB"
+        lines.append(f"| {NAMES[side]} | {numbers} |")
+    for key, name in (("ratio", "ratio"), ("ratio_vllm", "ratio to TRL with vLLM")):
+        if key in result:
+            ratio = result[key]
+            lines.append(f"| {name} | {ratio['steps_per_second']:.2f}× | | {ratio['peak_memory']:.2f}× less |")
     return "\n".join(lines)
 
 

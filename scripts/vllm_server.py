@@ -26,10 +26,13 @@ SETTINGS = {
 
 
 class Vllm:
-    """The server with nano, with prefix cache and adapters. ``folder`` holds its log and the adapters."""
+    """The server with nano, with prefix cache and adapters. ``folder`` holds its log and the adapters.
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    ``live``: its layers read the weights themselves, and not copies that oneDNN packed (envs/repair_vllm.py).
+    """
+
+    def __init__(self, folder: Path, live: bool = False) -> None:
+        self.folder, self.live = folder, live
         self.loras = folder / "loras"
         self.loras.mkdir(parents=True)
         with socket.socket() as free:
@@ -50,6 +53,7 @@ class Vllm:
         assert PROGRAM.exists(), f"{PROGRAM} is missing; `make vllm` makes it from envs/vllm.txt"
         command = [str(PROGRAM), "serve", str(model), *words, *flags]
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | SETTINGS
+        environment |= {"VLLM_LIVE_WEIGHTS": "1"} if self.live else {}
         with (self.folder / "vllm.log").open("a") as log:
             self.process = subprocess.Popen(
                 command, stdout=log, stderr=log, env=environment, start_new_session=True, cwd=self.folder
