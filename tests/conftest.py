@@ -53,6 +53,7 @@ INTEGRATIONS = (
     "replay/test_replay.py",
     "replay/test_served.py",
     "report/test_browser.py",
+    "rollouts/test_real_templates.py",
     "runs/test_export.py",
     "serve/test_dashboard.py",
     "serve/test_fuzz.py",

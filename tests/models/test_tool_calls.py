@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import trl
 
 import earnest as en
 from earnest.errors import ConfigError
@@ -188,9 +187,12 @@ REAL = {
 }
 
 
+@pytest.mark.integration
 @pytest.mark.parametrize("name", REAL)
 def test_what_the_templates_of_real_models_write_is_read(nano: Policy, name: str) -> None:
     """TRL ships the original templates. What one writes after the prompt is what its model learned to write."""
+    import trl
+
     template = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text()
     ends = ("<|im_end|>", "<|eot_id|>", "<|call|>", "<|observation|>")
 
