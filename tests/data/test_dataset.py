@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from earnest.data.dataset import Dataset, DataSettings
 from earnest.data.reading import DataError
+from earnest.errors import ConfigError
 from tests.models import tiny
 
 POLICY = tiny.policy()
@@ -133,9 +134,16 @@ def test_a_row_of_another_layout_is_named(tmp_path: Path) -> None:
         load(source, heldout=0.0)
 
 
+@pytest.mark.parametrize("share", [10, 1.0, -1, -0.1])
+def test_a_share_outside_of_0_to_1_is_refused_with_its_key(share: float) -> None:
+    """`heldout=10` once held out every row, and `heldout=-1` none, without a message."""
+    with pytest.raises(ConfigError, match=r"heldout: .* at least 0 and below 1, got .* the name of a file"):
+        DataSettings(train="rows.jsonl", heldout=share)
+
+
 def test_nothing_left_to_train_on_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="leaves no row to train on, of 1 rows"):
-        load(lines(tmp_path / "a.jsonl", completions(1)), heldout=1.0)
+        load(lines(tmp_path / "a.jsonl", completions(1)), heldout=1 - 1e-9)
     (tmp_path / "b.jsonl").write_text("")
     with pytest.raises(DataError, match="of 0 rows"):
         load(str(tmp_path / "b.jsonl"))

@@ -26,6 +26,7 @@ from earnest.data import reading
 from earnest.data.layouts import Example, Layout, RowError, recognise, renamed
 from earnest.data.reading import DataError, DatasetRow, Place, Problem
 from earnest.data.rendering import LossOn, Rendered, Renderer, answer, demonstration
+from earnest.errors import ConfigError
 from earnest.settings import Checked, setting
 
 SHOWN = 5
@@ -51,6 +52,13 @@ class DataSettings(Checked):
         "which tokens are trained: those of every answer, of the last answer, or all",
     )
     allow_leakage: bool = setting(False, "train although held-out prompts are among the training prompts")
+
+    def validate(self) -> None:
+        if not isinstance(self.heldout, str) and not 0 <= self.heldout < 1:
+            raise ConfigError(
+                f"heldout: the share of prompts that is held out must be at least 0 and below 1, got "
+                f"{self.heldout:g}; for example 0.1, or the name of a file of held-out rows."
+            )
 
 
 Side = Literal["train", "heldout"]
@@ -121,7 +129,10 @@ class Dataset:
                 "evaluation would measure memory; take them out, or set data.allow_leakage: true."
             )
         if not len(self._sides["train"]):
-            raise DataError(f"data: {self.settings.train} leaves no row to train on, of {self.counts.rows} rows.")
+            raise DataError(
+                f"data: {self.settings.train} leaves no row to train on, of {self.counts.rows} rows; "
+                "lower data.heldout, or give more rows."
+            )
 
     @property
     def sha256(self) -> str:

@@ -36,10 +36,10 @@ class Comparison:
                 yield f"perplexity       {self.perplexity[0]:.3f} → {self.perplexity[1]:.3f}"
             if self.margin is not None:
                 yield f"margin           {self.margin[0]:.3f} → {self.margin[1]:.3f}  [dim](nats per token)[/]"
-            size = f"standard errors over {self.prompts} rows"
+            size = _over(self.prompts, "row", "rows")
             yield f"change           {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
             return
-        size = f"standard errors over {self.prompts} prompts, {self.samples} completions"
+        size = f"{_over(self.prompts, 'prompt', 'prompts')}, {self.samples} completions"
         yield f"gain             {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
 
 
@@ -65,6 +65,11 @@ def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, A
         "prompts": after["prompts"],
         "samples": after["n"],
     }
+
+
+def _over(count: int, one: str, many: str) -> str:
+    """What the standard errors are over; a single row or prompt has none."""
+    return f"standard errors over {count} {many}" if count != 1 else f"one {one}, so no standard error: hold out more"
 
 
 def _pm(value: float, se: float | None, sign: str = "") -> str:

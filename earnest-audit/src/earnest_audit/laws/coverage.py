@@ -149,8 +149,8 @@ def _verdict(probe: Probe, missing: list[tuple[int, str]], count: int, measured:
         POSITIONS, measured, "some, tokens are dropped by declaration" if dropped else "all",
         ("holds" if len(missing) < count else "not applicable") if dropped else not missing,
         f"{', '.join(f'the {what} one of row {row}' for row, what in missing[:4])} is in the mask and not in the "
-        "gradient: the last (end-of-turn) token is cut off by a shift or masked because its id equals the padding's. "
-        "Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",
+        "gradient: a first or last token is cut off by a shift, or the end-of-turn token is masked because its id is "
+        "the padding's. Where the loss itself leaves out tokens or rows on purpose, declare drops_tokens=True.",
     )  # fmt: skip
 
 
