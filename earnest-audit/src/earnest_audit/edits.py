@@ -149,8 +149,12 @@ def repeat_rows(step: Step) -> Batch:
 
 
 def take_rows(step: Step, index: Tensor) -> Batch:
-    """These rows of everything that has B rows: tensors, arrays, lists and tuples, at any depth; the rest stays."""
-    rows, places = step.rows, index.tolist()
+    return rows_of(step.batch, step.rows, index)
+
+
+def rows_of(batch: Mapping[str, Any], rows: int, index: Tensor) -> Batch:
+    """These rows of everything that has so many: tensors, arrays, lists and tuples, at any depth; the rest stays."""
+    places = index.tolist()
 
     def take(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -161,7 +165,7 @@ def take_rows(step: Step, index: Tensor) -> Batch:
             return type(value)(value[i] for i in places)
         return rebuilt(value, take) if is_container(value) else value
 
-    return {k: take(v) for k, v in step.batch.items()}
+    return {k: take(v) for k, v in batch.items()}
 
 
 def add_masked_row(step: Step) -> Batch:

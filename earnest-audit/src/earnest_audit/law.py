@@ -30,8 +30,43 @@ def always(_: Step) -> bool:
     return True
 
 
+class Reporter:
+    """The rows of a law, or of a subject that has one."""
+
+    code: str
+
+    def finding(
+        self, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
+    ) -> Finding:
+        return judged(self.code, subject, measured, expected, outcome, meaning)
+
+    def agrees(self, subject: str, off: float, room: float, meaning: str, what: str = "off by {}") -> Finding:
+        """Two computations agree: their difference is at most ``room``."""
+        return self.finding(subject, what.format(f"{off:.2g}"), f"≤ {room:.2g}", off <= room, meaning)
+
+    def none(self, subject: str, wrong: Sequence[str], measured: str, meaning: str) -> Finding:
+        """Nothing is on the list of what is wrong; ``meaning`` begins with the first three."""
+        named = ", ".join(wrong[:3])
+        return self.finding(subject, measured, "none", not wrong, f"{named}{meaning}")
+
+    def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:
+        return Finding(self.code, subject, why, "-", "not applicable", meaning)
+
+    def not_declared(self, subject: str, what: str) -> Finding:
+        """``what`` is the declaration that is missing."""
+        return not_declared(self.code, subject, what)
+
+    def unchecked(self, subject: str, error: Exception) -> Finding:
+        """The row of a check that raised."""
+        return unchecked(self.code, subject, error)
+
+    def refused(self, subject: str, error: Exception, what: str = "cannot be run") -> Finding:
+        """The row of an edit that the step refuses, as it may."""
+        return self.not_applicable(subject, f"{what} ({type(error).__name__})", str(error)[:120])
+
+
 @dataclass(frozen=True, eq=False)
-class Law:
+class Law(Reporter):
     """``text`` is the docstring of its file: "CODE: sentence", paragraphs, then the four sections. ``check`` yields
     findings; a missing declaration gives "not declared", which is never a pass.
 
@@ -68,37 +103,6 @@ class Law:
         lines = [f"## {self.code}: {self.name}", f"Tier: {self.tier}.", self.sentence]
         lines += [f"```text\n{self.sections['body']}\n```"] if self.sections["body"] else []
         return "\n\n".join([*lines, *(f"**{title}.** {self.sections[title]}" for title in SECTIONS)])
-
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
-    def finding(
-        self, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
-    ) -> Finding:
-        return judged(self.code, subject, measured, expected, outcome, meaning)
-
-    def agrees(self, subject: str, off: float, room: float, meaning: str, what: str = "off by {}") -> Finding:
-        """Two computations agree: their difference is at most ``room``."""
-        return self.finding(subject, what.format(f"{off:.2g}"), f"≤ {room:.2g}", off <= room, meaning)
-
-    def none(self, subject: str, wrong: Sequence[str], measured: str, meaning: str) -> Finding:
-        """Nothing is on the list of what is wrong; ``meaning`` begins with the first three."""
-        named = ", ".join(wrong[:3])
-        return self.finding(subject, measured, "none", not wrong, f"{named}{meaning}")
-
-    def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:
-        return Finding(self.code, subject, why, "-", "not applicable", meaning)
-
-    def not_declared(self, subject: str, what: str) -> Finding:
-        """``what`` is the declaration that is missing."""
-        return not_declared(self.code, subject, what)
-
-    def unchecked(self, subject: str, error: Exception) -> Finding:
-        """The row of a check that raised."""
-        return unchecked(self.code, subject, error)
-
-    def refused(self, subject: str, error: Exception, what: str = "cannot be run") -> Finding:
-        """The row of an edit that the step refuses, as it may."""
-        return self.not_applicable(subject, f"{what} ({type(error).__name__})", str(error)[:120])
 
 
 def not_declared(code: str, subject: str, what: str) -> Finding:

@@ -1,28 +1,4 @@
-"""ADV: A constant on a group's rewards changes nothing, groups are independent, a group sums to 0, scaling has the
-declared effect, order and names do not matter, equal rewards give 0, the only right answer is not below 0 and above the
-wrong ones, a missing reward does not become a number, inputs are not modified.
-
-shift     + a constant on all rewards of one group changes nothing (but a common factor, where it divides by the batch)
-locality  a change in one group leaves the others alone (likewise)
-zero sum  Σ over a group is 0, where the division is by one number per group
-scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
-order     permuting the rows permutes the advantages
-equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
-sign      one right answer in a group is not below 0, the wrong ones not above, and it is above them
-names     other names of the groups (100, 101, …) change nothing
-inputs    are not written into
-missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
-
-Needs: fn(rewards, groups), scale, over; scaled_over where the division is over something else, baseline where it is not
-the mean
-How: Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get other
-names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a denominator.
-Exceptions: Centring over the batch is legitimate where it is declared, and so is a division by the batch's spread
-(scaled_over="batch"); an estimator that takes rows by position declares interleaved=False. Rewards that never round (0
-and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.
-Detects: one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL #1518
-(spread of the others), NeMo-RL #4158 (equal rewards become ±1)
-"""
+"""Advantages that are made of the rewards of groups."""
 
 from __future__ import annotations
 
@@ -34,9 +10,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from earnest_audit.law import Law
 from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import untouched
+from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
 SHIFT = 5.0
@@ -61,14 +36,37 @@ class Relation(NamedTuple):
 
 
 @dataclass
-class AdvantageEstimator:
-    """``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
+class AdvantageEstimator(Subject, name="advantages"):
+    """ADV: A constant on a group's rewards changes nothing, groups are independent, a group sums to 0, scaling has the
+    declared effect, order and names do not matter, equal rewards give 0, the only right answer is not below 0 and above
+    the wrong ones, a missing reward does not become a number, inputs are not modified.
+
+    shift     + a constant on one group's rewards changes nothing (but a common factor, where it divides by the batch)
+    locality  a change in one group leaves the others alone (likewise)
+    zero sum  Σ over a group is 0, where the division is by one number per group
+    scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
+    order     permuting the rows permutes the advantages
+    equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
+    sign      one right answer in a group is not below 0, the wrong ones not above, and it is above them
+    names     other names of the groups (100, 101, …) change nothing
+    inputs    are not written into
+    missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
+
+    Needs: ``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
     ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups) or "row" (each
     row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
     the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not checked. ``values``: the
     only rewards that occur, such as (0.0, 1.0): no other is drawn, so a shift or a factor that leads out of them is not
     tried. ``interleaved=False``: a group's rows stand together, ``size`` each. ``in_place=True``: it writes into the
     rewards by design.
+    How: Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get
+    other names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a
+    denominator.
+    Exceptions: Centring over the batch is legitimate where it is declared, and so is a division by the batch's spread
+    (scaled_over="batch"); an estimator that takes rows by position declares interleaved=False. Rewards that never round
+    (0 and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.
+    Detects: one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL
+    #1518 (spread of the others), NeMo-RL #4158 (equal rewards become ±1)
     """
 
     fn: Callable[[Tensor, Tensor], Tensor]
@@ -90,12 +88,12 @@ class AdvantageEstimator:
             groups = groups[torch.randperm(len(groups), generator=rng)]
         rewards = self._draw(groups, rng)
         why = "The estimator writes into its inputs: what is logged or used afterwards are not the rewards any more."
-        given, unchanged = untouched(LAW, self.fn, {"rewards": rewards, "groups": groups}, why)
+        given, unchanged = self.untouched(self.fn, {"rewards": rewards, "groups": groups}, why)
         given = torch.as_tensor(given).detach().reshape(-1).clone()
         base, room = given.float(), self._room(rewards, groups, given)
         scale = float(base.abs().max())
         why = "Every advantage is 0: nothing is learned."
-        yield LAW.finding("advantages", f"largest {scale:.3g}", "not all 0", scale > 0, why)
+        yield self.finding("advantages", f"largest {scale:.3g}", "not all 0", scale > 0, why)
         if not self.in_place:
             yield unchanged
         for relation in self._relations(rewards, groups, base, rng):
@@ -110,16 +108,16 @@ class AdvantageEstimator:
     def _judged(self, relation: Relation, scale: float, room: float) -> Finding:
         subject, wanted = relation.subject, relation.wanted
         if self.values is not None and not relation.keeps_values:
-            return LAW.not_applicable(subject, "leads out of the declared values")
+            return self.not_applicable(subject, "leads out of the declared values")
         try:
             found = self._run(*relation.edit)[relation.rows]
         except Exception as error:
             if not relation.refusable:
                 raise
-            return LAW.not_applicable(subject, f"raises {type(error).__name__}")
+            return self.not_applicable(subject, f"raises {type(error).__name__}")
         if relation.changed is not None:
             found = self._alike(found, wanted, relation.changed)
-        return LAW.agrees(subject, float((wanted - found).abs().max()) / max(scale, 1e-12), room, relation.meaning)
+        return self.agrees(subject, float((wanted - found).abs().max()) / max(scale, 1e-12), room, relation.meaning)
 
     def _relations(self, rewards: Tensor, groups: Tensor, base: Tensor, rng: torch.Generator) -> Iterator[Relation]:
         if self.over == "group":
@@ -178,12 +176,12 @@ class AdvantageEstimator:
             wrong = int((torch.sign(base) != torch.sign(rewards - means))[clear].sum())
             why = "A row's advantage has another sign than its reward against its group's mean."
             measured = f"{wrong} of {len(base)} rows are not"
-            return LAW.finding("above the group's mean is positive", measured, "none", wrong == 0, why)
+            return self.finding("above the group's mean is positive", measured, "none", wrong == 0, why)
         if self.baseline == "other":
-            return LAW.not_applicable("sum over a group", "the baseline is not the mean")
+            return self.not_applicable("sum over a group", "the baseline is not the mean")
         sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
         near = room * float(base.abs().max()) * self.size
-        return LAW.finding(
+        return self.finding(
             "sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near,
             "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is "
             'intended, such as a median, declare baseline="other".)',
@@ -244,17 +242,17 @@ class AdvantageEstimator:
         found = {case: self._at_equal(*case) for case in cases + (sizes if self.values is None else [])}
         found = {case: largest for case, largest in found.items() if largest >= 0}
         if not found:
-            return LAW.not_applicable(subject, "one group alone is refused")
+            return self.not_applicable(subject, "one group alone is refused")
         rounds = [c for c, x in found.items() if self.values is None and c[1] not in EXACT and math.isfinite(x)]
         (size, value), worst = max(((c, x) for c, x in found.items() if c not in rounds), key=lambda case: case[1])
         rounded = max((found[case] for case in rounds), default=0.0)
         if worst <= room < rounded:  # right for rewards of 0 and 1, which is what most graders give
-            return LAW.finding(
+            return self.finding(
                 subject, f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0", "not declared",
                 "Where rewards are such numbers, a group without a signal is trained on its rounding: add 1e-6 or more "
                 "to the spread. Declare values=(…) with those that occur, and they are checked.",
             )  # fmt: skip
-        return LAW.finding(
+        return self.finding(
             subject, f"largest {worst:.2g} for {size} rewards of {value:g}", f"0, up to {room:.1g}", worst <= room,
             "All answers are worth the same, and advantages are as large as real ones (or not finite): the rounding of "
             "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0.",
@@ -286,16 +284,16 @@ class AdvantageEstimator:
         found = float(given.abs().max()) if finite else math.inf
         why = "One right answer gets an unbounded advantage: it is divided by the others' spread, which is 0."
         subject = "one right answer among wrong ones"
-        yield LAW.finding(subject, f"largest {found:.3g}", f"≤ {bound:g}", found <= bound, why)
+        yield self.finding(subject, f"largest {found:.3g}", f"≤ {bound:g}", found <= bound, why)
         if not finite or bool(right.all()):  # groups of one
             return
         subject = "the right answer stands above the wrong ones"
         if found == 0:
             why = "One right answer has a zero gradient here: legitimate where such groups are left out by design."
-            yield LAW.not_applicable(subject, "every advantage is 0", why)
+            yield self.not_applicable(subject, "every advantage is 0", why)
             return
         worst, best, room = float(given[right].min()), float(given[~right].max()), self._room(one, groups, raw) * found
-        yield LAW.finding(
+        yield self.finding(
             subject, f"right {worst:.3g}, wrong up to {best:.3g}",
             f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong",
             worst >= -room and best <= room and worst > best,
@@ -307,23 +305,23 @@ class AdvantageEstimator:
         """A reward that could not be computed (a grader that failed, an answer that was cut) is no reward of 0."""
         subject, expected = "a missing (NaN) reward", "an error, NaN, or a group without that row, or without any"
         if self.values is not None:
-            return LAW.not_applicable(subject, "leads out of the declared values")
+            return self.not_applicable(subject, "leads out of the declared values")
         missing = torch.arange(len(groups)) == 0
         reach = (groups == groups[0]) & ~missing if self.over == "group" else ~missing
         try:
             found = self._run(torch.where(missing, torch.nan, rewards), groups)[reach]
         except Exception as error:
-            return LAW.finding(subject, f"raises {type(error).__name__}", expected, True)
+            return self.finding(subject, f"raises {type(error).__name__}", expected, True)
         if bool(found.isnan().all()) or bool((found == 0).all()):
-            return LAW.finding(subject, "its group is NaN or left out", expected, True)
+            return self.finding(subject, "its group is NaN or left out", expected, True)
         try:
             without = self._run(rewards[1:], groups[1:])[reach[1:]]
         except Exception as error:  # an estimator of groups of one size cannot be checked
-            return LAW.not_applicable(subject, f"cannot be left out ({type(error).__name__})")
+            return self.not_applicable(subject, f"cannot be left out ({type(error).__name__})")
         if not bool(torch.isfinite(without).all()):  # what is left of the group has no spread
-            return LAW.not_applicable(subject, "the rest of its group has no advantages")
+            return self.not_applicable(subject, "the rest of its group has no advantages")
         off = float((found - without).abs().max()) / max(scale, 1e-12)
-        return LAW.finding(
+        return self.finding(
             subject, f"the others are off by {off:.2g}", expected, off <= room,
             "A missing reward becomes a number without an error, and the other answers are compared with it: leave the "
             "row out of its group's statistics, or raise.",
@@ -344,6 +342,3 @@ class AdvantageEstimator:
         # 16 bits: a few units in the last place; more would let anything pass.
         unit = rounding(rewards) if given.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(given.dtype).eps
         return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
-
-
-LAW = Law("ADV", "advantages (AdvantageEstimator)", __doc__, AdvantageEstimator.check)

@@ -1,21 +1,4 @@
-"""GAE: Values equal to the actual returns give zero advantages, λ = 1 gives returns that do not depend on the values, λ
-= 0 looks one step ahead, masked tokens are not read, returns are advantages + values, inputs are not modified.
-
-V = the trajectory's own discounted return   A = 0 at every token and for every λ
-λ = 1                                        A + V (the returns) does not depend on V
-λ = 0                                        a token's A does not depend on later rewards
-V = 0                                        γ and λ come as their product only
-masked positions                             are not read
-returns                                      = A + V, with A before any whitening
-inputs                                       are not written into
-
-Needs: fn(rewards, values, mask, gamma, lam) -> advantages or (advantages, returns)
-How: Values, λ and masked entries are changed on ragged rows with a prompt and padding.
-Exceptions: Whitened advantages declare whitened=True and are judged by their returns. Masked tokens inside an answer
-are checked only with holes=True.
-Detects: γ that is missing in the temporal difference, TRL #5303 (bootstrap from padding), returns from whitened
-advantages
-"""
+"""Advantages and returns that are made of rewards and a critic's values."""
 
 from __future__ import annotations
 
@@ -26,17 +9,35 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest_audit.law import Law
 from earnest_audit.precision import rounding
-from earnest_audit.subjects.base import untouched
+from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
 
 @dataclass
-class GAE:
-    """``fn`` takes rewards, values and mask [B, T] and two numbers. ``whitened`` where its advantages are normalised
-    over the batch: then it has to give the returns too, which are not. ``holes`` where masked tokens may stand inside
-    an answer (tool output) and are to be passed over. ``in_place=True``: it writes into its inputs by design."""
+class GAE(Subject, name="GAE"):
+    """GAE: Values equal to the actual returns give zero advantages, λ = 1 gives returns that do not depend on the
+    values, λ = 0 looks one step ahead, masked tokens are not read, returns are advantages + values, inputs are not
+    modified.
+
+    V = the trajectory's own discounted return   A = 0 at every token and for every λ
+    λ = 1                                        A + V (the returns) does not depend on V
+    λ = 0                                        a token's A does not depend on later rewards
+    V = 0                                        γ and λ come as their product only
+    masked positions                             are not read
+    returns                                      = A + V, with A before any whitening
+    inputs                                       are not written into
+
+    Needs: ``fn`` takes rewards, values and mask [B, T] and two numbers. ``whitened`` where its advantages are
+    normalised over the batch: then it has to give the returns too, which are not. ``holes`` where masked tokens may
+    stand inside an answer (tool output) and are to be passed over. ``in_place=True``: it writes into its inputs by
+    design.
+    How: Values, λ and masked entries are changed on ragged rows with a prompt and padding.
+    Exceptions: Whitened advantages declare whitened=True and are judged by their returns. Masked tokens inside an
+    answer are checked only with holes=True.
+    Detects: γ that is missing in the temporal difference, TRL #5303 (bootstrap from padding), returns from whitened
+    advantages
+    """
 
     fn: Callable[..., Any]
     gamma: float = 0.9
@@ -55,25 +56,25 @@ class GAE:
         base, returns = self._run(rewards, values, mask)
         if base.shape != mask.shape:
             shapes = (str(tuple(base.shape)), str(tuple(mask.shape)))
-            yield LAW.finding("shape", *shapes, False, "One advantage per token is expected.")
+            yield self.finding("shape", *shapes, False, "One advantage per token is expected.")
             return
         if self.whitened and returns is None:
             why = "Return (advantages, returns): whitened advantages alone hide what is checked here."
-            yield LAW.finding("GAE", "whitened advantages without returns", "-", "not declared", why)
+            yield self.finding("GAE", "whitened advantages without returns", "-", "not declared", why)
             return
         if not self.in_place:
             inputs = {"rewards": rewards, "values": values, "mask": mask}
             why = "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards."
-            yield untouched(LAW, lambda *handed: self.fn(*handed, self.gamma, self.lam), inputs, why)[1]
+            yield self.untouched(lambda *handed: self.fn(*handed, self.gamma, self.lam), inputs, why)[1]
         room = rounding(rewards) * self.length * max(1.0, float(base.abs().max()))
         for subject, a, b, on, meaning in self._relations(rewards, (values, other), mask, (base, returns)):
-            yield LAW.agrees(subject, float((a - b)[on.bool()].abs().max()), room, meaning)
+            yield self.agrees(subject, float((a - b)[on.bool()].abs().max()), room, meaning)
         if returns is not None:
             a, b = (t[mask.bool()].double() for t in (base, returns - values))
             if self.whitened:  # the others but for a shift and a factor
                 a, b = (a - a.mean()) / a.std(), (b - b.mean()) / b.std()
             why = "The critic is trained towards something else than what its advantages came from."
-            yield LAW.agrees("returns = advantages + values", float((a - b).abs().max()), room, why)
+            yield self.agrees("returns = advantages + values", float((a - b).abs().max()), room, why)
 
     def _relations(
         self, rewards: Tensor, values: tuple[Tensor, Tensor], mask: Tensor, base: tuple[Tensor, Tensor | None]
@@ -150,6 +151,3 @@ def _discounted(rewards: Tensor, mask: Tensor, gamma: float) -> Tensor:
 def _last(mask: Tensor) -> Tensor:
     places = torch.arange(mask.shape[1]) * (mask != 0)
     return places == places.amax(-1, keepdim=True)
-
-
-LAW = Law("GAE", "GAE (GAE)", __doc__, GAE.check)

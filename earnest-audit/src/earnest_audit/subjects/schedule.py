@@ -1,19 +1,4 @@
-"""SCHEDULE: A schedule has as many steps as there are updates and reaches its peak and its final rate, for one rank and
-for many and for every group; a declared warm-up happens once.
-
-lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its end
-at k = total, not before, and is never below it after the peak; each parameter group has its own peak and end; another
-value of a setting gives other rates; ranks that average their gradients have one rate
-
-Needs: rates(total, ranks, **settings), peak, final; warmup; settings; restarts=True where it rises again; a rate per
-group, where there are groups; of_rank(total, rank), where a rank computes its own rate
-How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
-Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a quarter
-of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change. With restarts the
-warm-up ends at the first fall, and the floor is checked after the last rise.
-Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all groups), a
-decay to 0 where a floor is declared
-"""
+"""Learning rates over a run."""
 
 from __future__ import annotations
 
@@ -22,8 +7,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from earnest_audit.law import Law
-from earnest_audit.subjects.base import setting_matters
+from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
 ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
@@ -32,12 +16,26 @@ RANKS = 4
 
 
 @dataclass
-class Schedule:
-    """``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
+class Schedule(Subject, name="schedule"):
+    """SCHEDULE: A schedule has as many steps as there are updates and reaches its peak and its final rate, for one rank
+    and for many and for every group; a declared warm-up happens once.
+
+    lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its
+    end at k = total, not before, and is never below it after the peak; each parameter group has its own peak and end;
+    another value of a setting gives other rates; ranks that average their gradients have one rate
+
+    Needs: ``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak`` and ``final`` may have one per group too. ``warmup`` is
     the number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design.
     ``settings`` (decay steps, a power, a floor) are handed to ``rates`` by name, and each has to matter.
-    ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own."""
+    ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
+    How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
+    Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a
+    quarter of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change. With
+    restarts the warm-up ends at the first fall, and the floor is checked after the last rise.
+    Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all
+    groups), a decay to 0 where a floor is declared
+    """
 
     rates: Callable[..., Sequence[float] | Sequence[Sequence[float]]]
     peak: float | Sequence[float]
@@ -51,27 +49,27 @@ class Schedule:
     def check(self) -> Iterator[Finding]:
         one, many = self._one(), list(self.rates(self.total, RANKS, **self.settings))
         why = "The schedule is stepped another number of times than there are updates."
-        yield LAW.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
+        yield self.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
         groups = [list(g) for g in zip(*(_row(r) for r in one), strict=True)]
         peaks, finals = (_spread(v, len(groups)) for v in (self.peak, self.final))
         for number, (rates, peak, final) in enumerate(zip(groups, peaks, finals, strict=True)):
             of = f" (group {number})" if len(groups) > 1 else ""
             for subject, measured, expected, holds, meaning in self._group(rates, peak, final):
-                yield LAW.finding(f"{subject}{of}", measured, expected, holds, meaning)
+                yield self.finding(f"{subject}{of}", measured, expected, holds, meaning)
         if self.warmup is None:
-            yield LAW.not_declared("warm-up", "warmup=…, in optimizer steps,")
+            yield self.not_declared("warm-up", "warmup=…, in optimizer steps,")
         equal = "equal" if one == many else "different"
         why = "The schedule depends on the number of ranks."
-        yield LAW.finding("1 rank = 4 ranks", equal, "equal", one == many, why)
+        yield self.finding("1 rank = 4 ranks", equal, "equal", one == many, why)
         for name, value in self.settings.items():
             others = [value * 2, value // 2 if isinstance(value, int) else value / 2, value + 1]
             why = "it is read and not used, or overwritten on the way."
-            yield setting_matters(LAW, name, value, others, self._one, why)
+            yield self.setting_matters(name, value, others, self._one, why)
         if self.of_rank is not None:
             each = [list(self.of_rank(self.total, rank)) for rank in range(RANKS)]
             other = [f"rank {rank}" for rank, rates in enumerate(each) if rates != each[0]]
             more = " has other rates than rank 0: each applies its own to one averaged gradient, and weights drift."
-            yield LAW.none("every rank", other, f"{len(other)} of {RANKS} ranks differ from rank 0", more)
+            yield self.none("every rank", other, f"{len(other)} of {RANKS} ranks differ from rank 0", more)
 
     def _one(self, **changed: float) -> list[Any]:
         """The rates on one rank, with these settings changed."""
@@ -149,6 +147,3 @@ def _spread(value: float | Sequence[float], groups: int) -> list[float]:
     if len(found) != groups:
         raise ValueError(f"{len(found)} peaks or ends for {groups} groups: give one number, or one per group.")
     return found
-
-
-LAW = Law("SCHEDULE", "schedule (Schedule)", __doc__, Schedule.check)

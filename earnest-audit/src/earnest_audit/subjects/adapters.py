@@ -1,0 +1,168 @@
+"""Adapters: at their initialization, and merged into their layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.precision import rounding
+from earnest_audit.restore import perturbation_sizes, put_back
+from earnest_audit.subjects.base import Subject, gap, largest, outputs
+from earnest_audit.verdict import Finding
+
+NUDGE = 2.0**-12
+
+
+@dataclass
+class AdapterStart(Subject, name="adapter at initialization"):
+    """ADAPTER: A fresh adapter changes nothing where it claims so, leaves the base alone, and can be switched off.
+
+    outputs(attach(model)) = outputs(model);  base weights keep their bits;  after training, disabled = the base
+
+    Needs: ``attach(model)`` adapts the model in place or returns another; ``outputs(model)`` are logits of a fixed
+    text. ``disable(model)`` is a context manager inside which the adapter is off.
+    How: Outputs before and after attaching; then the trainable parameters are perturbed and the adapter is disabled.
+    Exceptions: An adapter that changes the outputs at initialization by design declares identity=False.
+    Detects: an initialization that is not exact, attaching that rounds or replaces base weights, a disable_adapter()
+    that leaves a bias or a scale behind, an adapter that trains nothing
+    """
+
+    model: nn.Module
+    attach: Callable[[nn.Module], nn.Module | None]
+    outputs: Callable[[nn.Module], Tensor]
+    disable: Callable[[nn.Module], AbstractContextManager[Any]] | None = None
+    identity: bool = True
+
+    def check(self) -> Iterator[Finding]:
+        before = outputs(self.outputs, self.model)
+        base = {id(p): (name, p, p.detach().clone()) for name, p in self.model.named_parameters()}
+        adapted = self.attach(self.model) or self.model
+        if self.identity:
+            why = "The adapter changes the model before any training: its initialization is not the identity."
+            yield self.same("at initialization", before, outputs(self.outputs, adapted), why)
+        else:
+            yield self.not_applicable("at initialization", "it changes the outputs by declaration")
+        trained = [p for p in adapted.parameters() if p.requires_grad]
+        own = [p for p in trained if id(p) not in base]
+        names = f"{len(own)} of {len(trained)} trainable parameters are the adapter's"
+        why = "Nothing of the adapter is trainable, or base weights are trained with it."
+        yield self.finding("what is trainable", names, "all, and some", bool(own) and len(own) == len(trained), why)
+        with put_back(own):
+            yield from self._perturbed(adapted, own, before)
+        changed = [name for name, p, old in base.values() if not torch.equal(p.detach(), old)]
+        yield self.none("base weights", changed, f"{len(changed)} changed", " changed when the adapter was attached.")
+
+    def _perturbed(self, adapted: nn.Module, own: Sequence[Tensor], before: Tensor) -> Iterator[Finding]:
+        with torch.no_grad():
+            rng = torch.Generator().manual_seed(0)
+            for p, size in zip(own, perturbation_sizes(own, 1.0), strict=True):
+                p.add_((size * torch.randn(p.shape, generator=rng)).to(p.device, p.dtype))
+        why = "Perturbing every parameter of the adapter does not change the outputs: it is not applied."
+        yield self.moved("perturbed", outputs(self.outputs, adapted), before, why)
+        if self.disable is None:
+            yield self.not_declared("disabled", "disable=lambda model: …, a context manager,")
+            return
+        with self.disable(adapted):
+            why = "With the adapter disabled the model is not the base: a bias, a scale or a merged weight is left."
+            yield self.same("disabled", before, outputs(self.outputs, adapted), why)
+
+
+@dataclass
+class Merge(Subject, name="merge"):
+    """MERGE: merge(-w) = -merge(w), merge(½) = ½·merge(1), a repeated merge(1) is the same, and merged = unmerged.
+
+    Needs: ``delta(w)`` is what merging an adapter with weight w adds to the base; ``applied(w)`` is the unmerged
+    effect, where it is known. ``linear=False`` where the weight does not act linearly by design (DoRA divides by a
+    norm). ``once=True`` where the adapter can be merged a single time: then only merged = unmerged is checked.
+    How: Differences of the merged weights. The tolerance is their dtype's rounding, or 16 times what a weight of 1 ±
+    2⁻¹² misses by, where a small difference is written into large weights.
+    Exceptions: A difference of bf16 weights is coarse; the tolerance shows it. DoRA is not linear in its weight.
+    Detects: a square root or an absolute value of the weight, another scale in the merged path
+    """
+
+    delta: Callable[[float], Tensor]
+    applied: Callable[[float], Tensor] | None = None
+    linear: bool = True
+    once: bool = False
+
+    def check(self) -> Iterator[Finding]:
+        applied = None if self.applied is None else self.applied(1.0).detach().clone()
+        one = self.delta(1.0).detach().clone()
+        size = max(largest(one.abs()), 1e-12)
+        room = self._room(one, size)
+        changes = bool((one != 0).any())
+        yield self.finding("merge(1)", f"changes weights by {size:.2g}", "above 0", changes, "Merging adds nothing.")
+        if self.once:
+            yield self.not_applicable("merge(1) again", "it can be merged once, by declaration")
+        for subject, found, meaning in self._relations(one, applied):
+            yield self.agrees(subject, largest(gap(found, one)) / size, room, meaning)
+
+    def _relations(self, one: Tensor, applied: Tensor | None) -> Iterator[tuple[str, Tensor, str]]:
+        """Subject, what has to be merge(1), and what a difference means."""
+        own = "Adapters that are not linear in their weight (DoRA) declare linear=False."
+        if self.linear and not self.once:
+            why = "Merging with a negative weight is not the opposite: a root or an absolute value of the weight."
+            yield "merge(-w) = -merge(w)", -self.delta(-1.0), f"{why} {own}"
+            why = "The weight does not scale the merged difference linearly."
+            yield "merge(½) = ½·merge(1)", self.delta(0.5) * 2, f"{why} {own}"
+        if not self.once:
+            why = "A second merge adds something else: the base or the adapter was written into by the last merge."
+            yield "merge(1) again", self.delta(1.0), why
+        if applied is not None:
+            yield "merged = unmerged", applied, "The merged model is another one than the adapter beside its layer."
+
+    def _room(self, one: Tensor, size: float) -> float:
+        """A difference of large weights is as fine as those are: what a weight of 1 ± 2⁻¹² (or four units in the last
+        place, where they are more) misses by measures how fine. A smooth curve misses next to nothing of the middle."""
+        if self.once:
+            return rounding(one)
+        nudge = max(NUDGE, 4 * torch.finfo(one.dtype).eps)
+        above, below = self.delta(1 + nudge), self.delta(1 - nudge)
+        if self.linear:
+            missed = [above - (1 + nudge) * one, below - (1 - nudge) * one]
+        else:
+            missed = [above + below - 2 * one]
+        return min(0.5, max(16 * max(largest(m.abs()) for m in missed) / size, rounding(one)))
+
+
+@dataclass
+class MergedLayer(Subject, name="merged layer"):
+    """DF-MERGED: Merging once, merging twice and unmerging do not change the layer's output.
+
+    Needs: ``outputs()`` is the output of the layer or model, adapter included; ``merge()`` writes the adapter into the
+    weights and ``unmerge()`` takes it out again. Without ``unmerge`` the layer is left merged.
+    How: Outputs before and after each call. The tolerance is rounding in their dtype, relative to the largest.
+    Exceptions: A layer may refuse a second merge.
+    Detects: candle-lora #26 (a merged layer adds its adapter again)
+    """
+
+    outputs: Callable[[], Tensor]
+    merge: Callable[[], Any]
+    unmerge: Callable[[], Any] | None = None
+    tolerance: float | None = None
+
+    def check(self) -> Iterator[Finding]:
+        before = outputs(self.outputs)
+        for act, subject, meaning in (
+            (self.merge, "merged", "The merged layer has another output: it still adds its adapter beside the merged "
+             "weights, or merges with another scale."),
+            (self.merge, "merged twice", "A second merge adds the adapter again: nothing records that it is in the "
+             "weights."),
+            (self.unmerge, "unmerged", "Merging and unmerging do not cancel: another scale, a cast, or a flag that is "
+             "not restored."),
+        ):  # fmt: skip
+            if act is None:
+                yield self.not_applicable("outputs, unmerged", "not checked", "Declare unmerge=… and it is checked.")
+                return
+            try:
+                act()
+            except Exception as error:
+                if subject != "merged twice":
+                    raise
+                subject += f" (refused: {type(error).__name__})"  # as good as doing nothing
+            yield self.same(f"outputs, {subject}", before, outputs(self.outputs), meaning, self.tolerance)

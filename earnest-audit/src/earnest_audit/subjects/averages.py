@@ -1,0 +1,275 @@
+"""Averages of weights: a moving one, replicas of an outer step, and the mean of a random thinning."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from earnest_audit.precision import COARSE, rounding
+from earnest_audit.restore import seeded
+from earnest_audit.subjects.base import Subject, copied, gap, largest
+from earnest_audit.verdict import Finding
+
+SMALL = 2.0**-4  # exact in every dtype
+USUAL = 1e-3  # what a decay of 0.999 leaves
+WARM = 2000  # updates after which every usual warm-up of a decay is over at SMALL
+MOST = 4096  # updates, however small a rate is
+OFF = "{} of the way off"
+RATES = ("lr", "learning_rate", "step_size", "eta")
+THOUSANDTH = 2.0**-10  # of a weight: nothing in bf16, and 8000 units in the last place of fp32
+STILL = 1e-30  # a momentum of nothing, for optimizers that refuse 0 (Nesterov's)
+LANDS = (
+    "It does not: the pseudo-gradient has the wrong sign, or mixing is off. A momentum or a learning rate that the "
+    "step has inside is to be a setting (momentum=…, lr=…)."
+)
+Average = Callable[[Tensor, Tensor, float], Tensor | None]
+
+
+@dataclass
+class Ema(Subject, name="moving average"):
+    """EMA: Rate 0 keeps an average of weights, rate 1 copies the current ones, a small rate moves it a little, many
+    such updates add up; equal weights stay equal, and the current weights are not modified.
+
+    update(average, current, rate) = average + rate·(current - average)
+
+    Needs: ``update(average, current, rate)`` changes ``average`` in place, or returns the new one. ``rate`` is the
+    weight of the current weights: where the code has a decay, hand it 1 - rate. A decay that warms up with the number
+    of updates is recognised by its own behaviour; an ``update`` with such a count is an object that can be deep-copied.
+    ``dtype`` is what the average and the current weights are kept in, and passed in. The field ``rate`` is that of the
+    run: in 16 bits an average at a small rate stays constant, so whether this one's updates add up is checked.
+    ``every``: only each such call moves the average, from the first one on.
+    How: Random weights at three rates, then 1/rate updates, which must move the average at least half as far as they
+    should. The tolerance is rounding in the dtype.
+    Exceptions: A decay is 1 - rate: pass the rate. A decay that warms up is judged after 2000 updates, where rate 0 may
+    still move it a little.
+    Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in bf16 at a
+    decay of 0.999
+    """
+
+    update: Average
+    size: int = 7
+    dtype: torch.dtype = torch.float32
+    rate: float | None = None
+    every: int = 1
+
+    def check(self) -> Iterator[Finding]:
+        rng = torch.Generator().manual_seed(0)
+        old, new = (torch.randn(self.size, generator=rng).to(self.dtype) for _ in range(2))
+        rows = list(self._rows(self.update, old, new))
+        warmed, _ = self._run(self.update, old, new, SMALL, WARM)
+        later = list(self._rows(warmed, old, new, warm=True))
+        fails = [any(f.outcome == "fails" for f in found) for found in (rows, later)]
+        yield from later if fails == [True, False] else rows
+        current = new.clone()
+        copied(self.update)(old.clone(), current, SMALL)
+        moved, why = largest(gap(current, new)), "An update of the average writes into the weights that are trained."
+        same = current.equal(new)
+        yield self.finding("the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", same, why)
+        # Two updates at one rate leave (1 - rate)² of the way; a decay that warms up does so later.
+        wanted = new + (1 - SMALL) ** 2 * (old - new)
+        twice = [self._run(update, old, new, SMALL, 1 + self.every)[1] for update in (self.update, warmed)]
+        off = min(largest(gap(found, wanted)) for found in twice) / largest(gap(old, new))
+        other = "The second update is not like the first: it changes its own rate, or keeps something of the first."
+        yield self.agrees(f"rate {SMALL:g}, a second time", off, 2 * rounding(old), other, OFF)
+        yield self._adds_up(old, new)
+
+    def _rows(self, update: Average, old: Tensor, new: Tensor, warm: bool = False) -> Iterator[Finding]:
+        """``warm``: the update has been made many times. A warm-up holds the rate above 0 for ever, and ever less."""
+        for subject, current, rate, wanted, meaning in (
+            ("rate 0", new, 0.0, old, "At rate 0 the average must stay. It does not: rate and decay are swapped."),
+            ("rate 1", new, 1.0, new, "At rate 1 the average must be the current weights. It is not: rate and decay "
+             "are swapped, or the result is discarded."),
+            (f"rate {SMALL:g}", new, SMALL, old + SMALL * (new - old), "A small rate must move the average by that "
+             "share of the way: a large move is rate and decay swapped, none is a result that is discarded."),
+            ("equal weights", old, 0.5, old, "An average of equal weights must stay: the two weights do not add to 1."),
+        ):  # fmt: skip
+            off = largest(gap(self._run(update, old, current, rate)[1], wanted)) / largest(gap(old, new))
+            room = SMALL if warm and rate == 0 else rounding(old)
+            yield self.agrees(f"{subject}, after {WARM} updates" if warm else subject, off, room, meaning, OFF)
+
+    def _adds_up(self, old: Tensor, new: Tensor) -> Finding:
+        """1/rate updates go two thirds of the way; at least half of that is required."""
+        if self.rate is None and torch.finfo(self.dtype).eps > COARSE:
+            return self.not_declared("many updates", "rate=…, that of the run,")
+        rate = USUAL if self.rate is None else self.rate
+        updates = min(MOST, math.ceil(1 / rate)) if rate > 0 else 0
+        _, average = self._run(self.update, old, new, rate, updates)
+        way = (new - old).double()
+        share = float(((average - old).double() * way).sum() / (way * way).sum())
+        wanted = 0.5 * (1 - (1 - rate) ** updates)
+        return self.finding(
+            f"many updates at rate {rate:g}", f"{share:.2g} of the way after {updates}", f"≥ {wanted:.2g}",
+            share >= wanted,
+            f"Updates at this rate are rounded away in {self.dtype}: the average stays constant. Keep it in fp32.",
+        )  # fmt: skip
+
+    @staticmethod
+    def _run(update: Average, old: Tensor, new: Tensor, rate: float, calls: int = 1) -> tuple[Average, Tensor]:
+        """A copy of the update after so many calls, and the average that they leave."""
+        update, average = copied(update), old.clone()
+        with seeded(0):
+            for _ in range(calls):
+                given = update(average, new.clone(), rate)
+                average = given if isinstance(given, Tensor) else average
+        return update, average
+
+
+@dataclass
+class OuterStep(Subject, name="outer step"):
+    """OUTER: At outer learning rate 1 and momentum 0 one replica ends on its own weights and two on their mean, also
+    after small moves; every setting matters, and momentum carries over to the next round.
+
+    outer lr 1, momentum 0   one replica lands on its own weights, two on their mean, also by a thousandth of a weight
+    settings                 matter; a momentum carries over from the round before
+
+    Needs: ``step(start, locals, **settings)`` -> new global weights of a local-SGD round with outer SGD. ``knobs`` are
+    those of the run: where replicas have to land on their mean, momentum is set to 0 and a learning rate to 1, by name,
+    and others to their values in ``plain``, at which they do nothing (a decay of 0, a bound of 1e9). ``precision`` is
+    what replicas send or the step gives back, where that is coarser than the weights, which are fp32. A ``step`` with a
+    memory (momentum) is an object that can be deep-copied: every round of the audit begins from a copy.
+    How: Random weights in fp32, each time from a copy of the step; settings named like a momentum or a learning rate
+    are set to 0 and 1, others to what plain declares; settings are tried over two rounds. The tolerance is rounding of
+    the largest weight.
+    Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on. Global
+    weights in 16 bits are declared by precision.
+    Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha)
+    """
+
+    step: Callable[..., Tensor]
+    knobs: Mapping[str, float] = field(default_factory=dict)
+    size: int = 7
+    precision: torch.dtype | None = None
+    plain: Mapping[str, float] = field(default_factory=dict)
+
+    def check(self) -> Iterator[Finding]:
+        rng = torch.Generator().manual_seed(0)
+        weights = start, one, two = tuple(torch.randn(self.size, generator=rng) for _ in range(3))
+        self._rounds(start, [[one]], self.knobs)  # as it is: what this raises is the user's to see
+        yield from self._means(*weights)
+        # Plain momentum acts from the second round on; mixing shows where replicas differ.
+        ways = ([[one], [two]], [[one, two], [two, start]])
+        why = "its result is discarded (not in place?), or its memory is lost every round."
+
+        def run(**changed: float) -> list[list[Tensor]]:
+            return [self._rounds(start, way, {**self.knobs, **changed}) for way in ways]
+
+        for knob, value in self.knobs.items():
+            others = [not value] if isinstance(value, bool) else [value + 0.3, value - 0.3, value / 2]
+            yield self.setting_matters(knob, value, others, run, why)
+            if _is_momentum(knob) and value > 0:
+                yield from self._remembers(knob, *weights)
+
+    def _means(self, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
+        """Momentum 0 (or nothing) and learning rate 1, by name; the others as they are declared to do nothing."""
+        momenta = [k for k in self.knobs if _is_momentum(k)]
+        plain = {**self.knobs, **{k: 1.0 for k in self.knobs if _is_rate(k)}, **self.plain}
+        acting = [k for k, v in self.knobs.items() if v and not (k in momenta or _is_rate(k) or k in self.plain)]
+        subject, refused = "replicas, outer lr 1", ""
+        for still in (0.0, STILL):
+            try:
+                rows = list(self._landings(start, one, two, {**plain, **dict.fromkeys(momenta, still)}))
+            except Exception as error:
+                refused = type(error).__name__
+                continue
+            if acting and any(row.outcome == "fails" for row in rows):
+                why = f"Declare plain=… with the values of {', '.join(acting)} at which the step is a plain mean."
+                yield self.not_applicable(subject, f"not their mean, with {', '.join(acting)}", why)
+            else:
+                yield from rows
+            return
+        why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
+        yield self.not_applicable(subject, f"raises {refused}", why)
+
+    def _landings(self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float]) -> Iterator[Finding]:
+        room = rounding(start, precision=self.precision) * max(float(t.abs().max()) for t in (start, one, two))
+        for subject, locals_, whose, meaning in (
+            ("one replica, outer lr 1", [one], "the local weights", f"A replica must end on its own weights. {LANDS}"),
+            ("two replicas, outer lr 1", [one, two], "their mean", "Two replicas do not end on their mean: one is left "
+             "out, or the average is not over members."),
+        ):  # fmt: skip
+            landed = self._rounds(start, [locals_], knobs)[-1]
+            off = float((landed - torch.stack(locals_).mean(0)).abs().max())
+            yield self.agrees(subject, off, room, meaning, f"lands {{}} from {whose}")
+        if self.precision is None:  # a move of a thousandth of every weight, which is more than most outer steps are
+            start = start.abs().clamp_min(2**-6)
+            moved = start * (1 + THOUSANDTH * one.sign())
+            landed = self._rounds(start, [[moved]], knobs)[-1]
+            off = float(((landed - moved) / (THOUSANDTH * start)).abs().max())
+            yield self.agrees(
+                "a small move", off, rounding(start) / THOUSANDTH,
+                "A move of a thousandth of a weight is lost: the global weights, or what is sent, are kept in 16 "
+                "bits, where it is rounded away. (Where that is intended, declare precision=…)",
+                "off by {} of it",
+            )  # fmt: skip
+
+    def _remembers(self, knob: str, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
+        """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens
+        steps may be an average of weights, which has none."""
+        try:
+            first = self._rounds(start, [[one]], {**self.knobs, knob: STILL})[-1]
+        except Exception:
+            return
+        landed, second = self._rounds(start, [[one], [two]], self.knobs)
+        if float((landed - start).norm()) <= float((first - start).norm()) * (1 + rounding(start)):
+            return
+        forgot = torch.equal(second, self._rounds(landed, [[two]], self.knobs)[-1])
+        yield self.finding(
+            f"{knob} remembers", "the second round is a first one" if forgot else "the second is none",
+            "the first round is in the second", not forgot,
+            f"{knob} takes a step further and keeps nothing of it: its memory is made anew every round.",
+        )  # fmt: skip
+
+    def _rounds(self, start: Tensor, ends: Sequence[Sequence[Tensor]], knobs: Mapping[str, float]) -> list[Tensor]:
+        """The global weights after each round, by a step without a past."""
+        step, found = copied(self.step), list[Tensor]()
+        for locals_ in ends:
+            start = step(start.clone(), [t.clone() for t in locals_], **knobs).detach().clone()
+            found.append(start)
+        return found
+
+
+def _is_momentum(knob: str) -> bool:
+    return "momentum" in knob.lower() and "nesterov" not in knob.lower()
+
+
+def _is_rate(knob: str) -> bool:
+    name = knob.lower()
+    return "inner" not in name and any(name == r or name.endswith(f"_{r}") for r in RATES)
+
+
+@dataclass
+class Unbiased(Subject, name="thinning"):
+    """UNBIASED: The mean of a random thinning is its input, at every setting.
+
+    E[f(x)] = x
+
+    Needs: ``fn(x, setting)`` thins or rounds x at random; its mean over many draws is x at every setting.
+    How: Many draws of numbers that 16 bits cannot hold; within six standard errors.
+    Exceptions: Six standard errors of 22 numbers: one false alarm in about twenty million audits.
+    Detects: PEFT #3152 (DARE's rescaling is computed and discarded), OneTrainer #994 (stochastic rounding that
+    truncates)
+    """
+
+    fn: Callable[[Tensor, float], Tensor]
+    settings: Sequence[float] = (0.3, 0.7)
+    draws: int = 2000
+
+    def check(self) -> Iterator[Finding]:
+        x = torch.linspace(-2, 3, 11) * 1.0037 + 0.0019  # no dtype of 16 bits holds these
+        for setting in self.settings:
+            with seeded(0):
+                drawn = [self.fn(x.clone(), setting) for _ in range(self.draws)]
+            total = torch.stack(drawn).double()
+            mean, spread = total.mean(0), total.std(0) / self.draws**0.5
+            # Rounding to nearest, where the result has fewer bits than the input, is no bias of the draw.
+            grain = torch.finfo(drawn[0].dtype).eps / 2 if drawn[0].is_floating_point() else 0.0
+            off = float(((mean - x).abs() / (6 * spread + x.abs() * grain + 1e-6)).max())
+            yield self.agrees(
+                f"mean at {setting}", off, 1.0,
+                "The mean is not the input: survivors are not rescaled (a result that is discarded?), or a stochastic "
+                "rounding has no noise and truncates.", "{} × six standard errors from the input",
+            )  # fmt: skip

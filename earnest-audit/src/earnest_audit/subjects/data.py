@@ -1,0 +1,295 @@
+"""What is trained on and graded: collators, chat templates, names and numbers, rewards of answers."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import takewhile
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from earnest_audit.restore import seeded
+from earnest_audit.subjects.base import Subject, equal
+from earnest_audit.verdict import Finding
+
+
+@dataclass
+class Collator(Subject, name="collator"):
+    """DATA: A collator, or a data stage, treats each example by itself, in order, and leaves its inputs alone.
+
+    order        permuted examples give permuted rows
+    purity       a row does not depend on the other examples, up to the padding
+    alignment    all columns of a row come from the same example
+    inputs       are not written into
+    again        the same examples give the same batch
+    documents    a packed batch has one document per example, and it is what the example gives alone
+    targets      exactly the declared tokens of an example are supervised
+
+    Needs: ``fn(examples)`` makes a batch; ``pads`` is column -> padding value: trailing and leading entries of that
+    value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of columns.
+    ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``, where
+    other places have ``ignore``.
+    How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
+    Exceptions: Packing and sampling stages mix examples by design: rows=False leaves the inputs, the repetition and,
+    with unpack, the documents.
+    Detects: labels of the neighbouring row, a column that is sorted by length alone, a collator that appends an end
+    token to the caller's own list, truncation that depends on the batch, TRL #5075, LLaMA-Factory #10283 and torchtitan
+    #3130 (packed documents), torchtitan #2755 (a mask that is one token too long)
+    """
+
+    fn: Callable[[list[Any]], Mapping[str, Any]]
+    examples: Sequence[Any]
+    pads: Mapping[str, float] = field(default_factory=dict)
+    rows: bool = True
+    seed: int = 0
+    unpack: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
+    targets: Callable[[Any], Sequence[int]] | None = None
+    labels: str = "labels"
+    ignore: int = -100
+
+    def check(self) -> Iterator[Finding]:
+        why = "The stage writes into its examples: the next epoch, and every other stage, gets other data."
+        with seeded(self.seed):
+            given, unchanged = self.untouched(self.fn, {"examples": list(self.examples)}, why)
+        yield unchanged
+        batch = _tensors(given)
+        again = self._run(self.examples)
+        differ = [k for k in batch if k not in again or not torch.equal(batch[k], again[k])]
+        more = ": the same examples and seed give another batch: a state from the last call is still there."
+        yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
+        if self.unpack is not None:
+            yield self._documents(self.unpack)
+        if self.targets is not None:
+            yield self._supervised(self.targets)
+        count = len(self.examples)
+        columns = {k: v for k, v in batch.items() if v.ndim > 0 and v.shape[0] == count}
+        if not self.rows or count < 2 or not columns:
+            yield self.not_applicable("rows", "rows are not examples" if columns else "no column has a row per example")
+            return
+        order = list(range(count))[::-1]  # not a rotation, which a shift by one row would survive
+        turned = self._run([self.examples[i] for i in order])
+        alone = [self._run([example]) for example in self.examples]
+        moved = [k for k in columns if any(not self._same(k, turned, r, batch, i) for r, i in enumerate(order))]
+        more = ": permuted examples do not give permuted rows, so columns of one row come from different examples."
+        yield self.none("permuted examples", moved, f"{len(moved)} of {len(columns)} columns differ", more)
+        mixed = [k for k in columns if any(not self._same(k, one, 0, batch, i) for i, one in enumerate(alone))]
+        more = ": an example gives another row alone, padding aside: a statistic of the batch, or another one is in it."
+        yield self.none("each example alone", mixed, f"{len(mixed)} of {len(columns)} columns differ", more)
+
+    def _documents(self, unpack: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]) -> Finding:
+        found = [_tensors(document) for document in unpack(self._run(self.examples))]
+        alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in self.examples]
+        lost = sum(not any(equal(document, other) for other in found) for own in alone for document in own)
+        one = len(found) == len(alone) and all(len(own) == 1 for own in alone)
+        return self.finding(
+            "documents", f"{len(found)} documents of {len(alone)} examples, {lost} of them not as they are alone",
+            "one per example, each as it is alone", one and lost == 0,
+            "A packed example is another document than it is alone: positions go on from the document before it, a "
+            "boundary is lost, or the rest of a long example is a document of its own.",
+        )  # fmt: skip
+
+    def _supervised(self, targets: Callable[[Any], Sequence[int]]) -> Finding:
+        rows = [self._run([example])[self.labels].flatten() for example in self.examples]
+        taught = [row[row != self.ignore].tolist() for row in rows]
+        other = [str(i) for i, (a, e) in enumerate(zip(taught, self.examples, strict=True)) if a != list(targets(e))]
+        more = ": other tokens are supervised than declared: a mask is off by one, or an end or a prompt is in it."
+        return self.none("supervised tokens", other, f"{len(other)} of {len(taught)} examples differ", more)
+
+    def _run(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+        with seeded(self.seed):
+            return _tensors(self.fn(copy.deepcopy(list(examples))))
+
+    def _same(self, key: str, a: Mapping[str, Tensor], i: int, b: Mapping[str, Tensor], j: int) -> bool:
+        return key in a and torch.equal(self._real(key, a[key][i]), self._real(key, b[key][j]))
+
+    def _real(self, key: str, row: Tensor) -> Tensor:
+        """A row without its padding in front and at the end."""
+        if key not in self.pads or row.ndim == 0:
+            return row
+        places = (row != self.pads[key]).reshape(len(row), -1).any(-1).nonzero()[:, 0]
+        return row[int(places[0]) : int(places[-1]) + 1] if len(places) else row[:0]
+
+
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {k: v.clone() for k, v in batch.items() if isinstance(v, Tensor)}
+
+
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass
+class ChatTemplate(Subject, name="chat template"):
+    """TEMPLATE: What is sampled from is a prefix of what is trained on, and exactly the assistant's words are
+    supervised.
+
+    prefix      prompt(messages up to an answer) is the beginning of tokens(messages)
+    supervised  another text of the user or the system leaves the supervised tokens as they are; another answer does not
+    ends        the end of every answer is supervised
+    untrained   answers that are declared not to be trained are not supervised, and neither are their ends
+    inputs      the messages are not written into
+
+    Needs: ``tokens(messages)`` gives the ids that are trained on and which of them are supervised (1 or 0 each);
+    ``prompt(messages)`` the ids that an answer is sampled from; ``end`` is the id that ends an answer. ``trained`` are
+    the places in ``messages`` of the answers that are supervised, where that is not all of them.
+    How: A conversation is rendered whole, up to each answer, and with one other text at a time.
+    Exceptions: Templates that rewrite earlier turns (remove reasoning) are no prefix by design: prefix=False.
+    Detects: Megatron-Bridge #3359, marin #7237 and TRL #4201 (no generation marks: everything or nothing is
+    supervised), a system prompt or an end of text on one side only, an end of turn that is masked
+    """
+
+    tokens: Callable[[list[Mapping[str, Any]]], tuple[Sequence[int], Sequence[int]]]
+    prompt: Callable[[list[Mapping[str, Any]]], Sequence[int]]
+    messages: Messages
+    end: int | None = None
+    prefix: bool = True
+    trained: Sequence[int] | None = None
+
+    def check(self) -> Iterator[Finding]:
+        messages = list(self.messages)
+        why = "The template writes into the messages: the next use gets others."
+        given, unchanged = self.untouched(self.tokens, {"messages": messages}, why)
+        yield unchanged
+        ids = list(given[0])
+        answers, taught = [i for i, m in enumerate(messages) if m["role"] == "assistant"], self._taught(messages)
+        share = f"{len(taught)} of {len(ids)} tokens"
+        why = "Nothing is supervised, or everything is, the prompt included: the template marks no assistant span."
+        yield self.finding("supervised share", share, "some, not all", 0 < len(taught) < len(ids), why)
+        if self.prefix:
+            yield from (self._begins(ids, i) for i in answers)
+        if self.trained is not None:
+            answers = [i for i in answers if i in self.trained]
+        others = [i for i in range(len(messages)) if i not in answers]
+        moved = [str(i) for i in others if self._taught_with_other(i) != taught]
+        more = ": other words of a user, the system or an answer that is not trained change what is supervised."
+        yield self.none("words of others", moved, f"{len(moved)} of {len(others)} messages are supervised", more)
+        deaf = [str(i) for i in answers if self._taught_with_other(i) == taught]
+        more = ": another answer leaves the supervised tokens as they are: this answer is not supervised."
+        yield self.none("the assistant's words", deaf, f"{len(deaf)} of {len(answers)} answers are not", more)
+        if self.trained is not None and answers:
+            yield self._without_history(answers[0], taught)
+        if self.end is None:
+            yield self.not_declared("ends of answers", "end=…, the id that ends an answer,")
+            return
+        ends, least = sum(t == self.end for t in taught), len(answers)
+        why = "An answer's end is not supervised, so the model does not learn to stop."
+        yield self.finding("ends of answers", f"{ends} supervised", f"{least} or more", ends >= least, why)
+
+    def _begins(self, ids: list[int], answer: int) -> Finding:
+        asked = list(self.prompt(copy.deepcopy(list(self.messages[:answer]))))
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False)))
+        return self.finding(
+            f"the prompt of message {answer}", f"{common} of its {len(asked)} ids begin the conversation",
+            "all of them", common == len(asked),
+            "Answers are sampled after another text than they are trained after: a system prompt, a generation "
+            "prompt or a space is on one side only.",
+        )  # fmt: skip
+
+    def _without_history(self, first: int, taught: list[int]) -> Finding:
+        """What is supervised where everything before the exchange of the first trained answer is left out."""
+        asks = [i for i in range(first) if self.messages[i]["role"] == "user"]
+        head = [m for m in self.messages[: asks[-1]] if m["role"] == "system"] if asks else []
+        alone = self._taught([*head, *self.messages[asks[-1] if asks else 0 :]])
+        why = "Something in turns that are not trained is supervised, such as the end of an earlier answer."
+        measured = f"{len(taught)} tokens are supervised, {len(alone)} without those turns"
+        return self.finding("turns that are not trained", measured, "the same", alone == taught, why)
+
+    def _taught_with_other(self, changed: int) -> list[int]:
+        """The supervised tokens where one message has another text."""
+        messages = list(self.messages)
+        messages[changed] = {**messages[changed], "content": f"{messages[changed]['content']} 7 x"}
+        return self._taught(messages)
+
+    def _taught(self, messages: Messages) -> list[int]:
+        """The supervised tokens of a conversation."""
+        ids, mask = self.tokens(copy.deepcopy(list(messages)))
+        return [t for t, on in zip(ids, mask, strict=True) if on]
+
+
+@dataclass
+class Census(Subject, name="census"):
+    """CENSUS: What exists is what was requested, no more and no less (adapted layers, loaded keys, logged names).
+
+    Needs: ``wanted`` and ``found`` are names; ``what`` names their kind. Two mappings of names to numbers (how many
+    rows a source has) are compared by their numbers too. ``once=True`` where no name may be found twice: shards, ranks,
+    parts that make up a whole.
+    How: Both sets are compared, and their numbers where there are any.
+    Exceptions: Names that differ by a wrapper's prefix must be brought to one form first.
+    Detects: a greedy pattern that reads an expert's index as the layer's; a target list that matches nothing
+    """
+
+    wanted: Iterable[str] | Mapping[str, float]
+    found: Iterable[str] | Mapping[str, float]
+    what: str = "adapted modules"
+    once: bool = False
+
+    def check(self) -> Iterator[Finding]:
+        listed = list(self.found)  # once: a generator can be read only once
+        wanted, found = set(self.wanted), set(listed)
+        missing, extra = sorted(wanted - found), sorted(found - wanted)
+        odd = ", ".join([*missing[:3], *extra[:3]])
+        yield self.finding(
+            self.what, f"{len(missing)} missing, {len(extra)} not requested", "exactly what was requested",
+            not missing and not extra and bool(wanted), f"{odd}: a pattern matches too much or nothing.",
+        )  # fmt: skip
+        mine, theirs = _numbers(self.wanted), _numbers(self.found)
+        if mine is not None and theirs is not None:
+            both = [n for n in mine if n in theirs]
+            off = [f"{n}: {theirs[n]} of {mine[n]}" for n in both if mine[n] != theirs[n]]
+            differ = f"{len(off)} of {len(both)} differ"
+            yield self.none(f"{self.what}, how many", off, differ, ": something is lost, or counted twice.")
+        if self.once:
+            twice = sorted(n for n, k in Counter(listed).items() if k > 1)
+            more = ": two parts hold the same, or one thing is done twice."
+            yield self.none(f"{self.what}, each once", twice, f"{len(twice)} found more than once", more)
+
+
+def _numbers(names: Iterable[str] | Mapping[str, float]) -> Mapping[str, float] | None:
+    return names if isinstance(names, Mapping) and all(isinstance(v, int | float) for v in names.values()) else None
+
+
+@dataclass
+class Grader(Subject, name="grader"):
+    """GRADER: A grader gives every right answer more than every wrong one, nothing for no answer, and the same again.
+
+    order     right > wrong, for all that are given
+    nothing   an empty answer, blanks or the question again are worth no more than a wrong answer
+    again     the same answer is worth the same a second time, and after other answers
+    finite    every reward is a finite number
+
+    Needs: ``grade(answer)`` is the reward of an answer to one question, of which ``right`` and ``wrong`` are examples.
+    ``question``: its text, which is no answer.
+    How: All answers are graded, then again in reverse order.
+    Exceptions: A grader that is random by design (a sampled judge) declares repeatable=False.
+    Detects: an empty answer that earns a format reward, substring matches (the question repeats the answer), state
+    between calls, NaN for an answer that cannot be parsed
+    """
+
+    grade: Callable[[str], float]
+    right: Sequence[str]
+    wrong: Sequence[str]
+    question: str | None = None
+    repeatable: bool = True
+
+    def check(self) -> Iterator[Finding]:
+        nothing = ["", "   ", *([self.question] if self.question is not None else [])]
+        answers = [*self.right, *self.wrong, *nothing]
+        found = {a: float(self.grade(a)) for a in answers}
+        odd = [repr(a) for a in answers if not math.isfinite(found[a])]
+        yield self.none("finite", odd, f"{len(odd)} of {len(answers)} rewards are not", ": no number comes back.")
+        best, least = max(found[a] for a in self.wrong), min(found[a] for a in self.right)
+        why = "A wrong answer is worth as much as a right one, or more: a sign, a loose match, or a reward for length."
+        yield self.finding("right above wrong", f"{least:.3g} against {best:.3g}", "above", least > best, why)
+        paid = [repr(a) for a in nothing if not found[a] <= best]
+        more = " is worth more than a wrong answer, and is none."
+        yield self.none("no answer", paid, f"{len(paid)} of {len(nothing)} are paid", more)
+        if not self.repeatable:
+            yield self.not_applicable("again", "random by declaration")
+            return
+        moved = [repr(a) for a in reversed(answers) if float(self.grade(a)) != found[a]]
+        more = " is worth something else the second time: the grader draws, or keeps something of other answers."
+        yield self.none("again", moved, f"{len(moved)} of {len(answers)} rewards differ", more)

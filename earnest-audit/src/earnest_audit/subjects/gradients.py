@@ -1,0 +1,271 @@
+"""What reaches the optimizer: the gradient of many micro-batches or ranks, clipped, and nothing of the last update."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.edits import rows_of
+from earnest_audit.gradient import Gradient
+from earnest_audit.precision import COARSE, coarsest, noticing
+from earnest_audit.probe import fresh, result_of
+from earnest_audit.restore import restored, seeded, without_dropout
+from earnest_audit.subjects.base import Subject
+from earnest_audit.verdict import Finding
+
+SAME = 16  # units in the last place: two calls that did the same; as many times that, and they did not
+LEFT = 0.25  # in 16 bits a multiple of the unit would let anything pass
+TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below
+BINDS = 0.5  # of the gradient's norm: a clip that does not bind hides where and how it is done
+STABILISER = 1e-6  # what torch's clip_grad_norm_ adds to the norm before it divides
+ANOTHER = (
+    "The optimizer is given another gradient than the whole batch's: a mean of means, a scale that is not taken off, "
+    "only the last micro-batch, or a clip that acts below its norm."
+)
+CLIPPED = (
+    "Where the clip binds, the optimizer is given another gradient: it is clipped per micro-batch, before the loss "
+    "scale is taken off, by a norm that counts a part twice or not at all, or never."
+)
+LAST = "The next update is given something of the last one: gradients are not cleared (zero_grad) between two updates."
+
+
+class _Gradients:
+    """What the two subjects have in common: gradients of ``model``, and by how much equal ones may differ."""
+
+    model: nn.Module
+    seed: int
+    precision: torch.dtype | None
+
+    def _made_by(self, act: Callable[[], Any]) -> Gradient:
+        """What ``act`` leaves in ``.grad``, where nothing was before. The model is as it was afterwards: what a forward
+        pass writes into buffers is no state of the accumulation."""
+        with restored(self.model, None):
+            for p in self.model.parameters():
+                p.grad = None
+            with seeded(self.seed), torch.enable_grad():
+                act()
+            return self._left()
+
+    def _left(self) -> Gradient:
+        """A copy of what stands in ``.grad``."""
+        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        return Gradient({n: None if p.grad is None else p.grad.detach().clone() for n, p in named})
+
+    def _units(self, seen: Sequence[torch.dtype]) -> list[tuple[nn.Parameter, float]]:
+        """Trainable parameters, each with the unit in the last place of what is computed in."""
+        precision, trained = self.precision or coarsest(seen), [p for p in self.model.parameters() if p.requires_grad]
+        return [(p, max(torch.finfo(d).eps for d in (p.dtype, precision or p.dtype))) for p in trained]
+
+    def _room(self, whole: Gradient, seen: Sequence[torch.dtype], again: Callable[[], Gradient]) -> tuple[float, float]:
+        """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one
+        unit in the last place of every parameter does, in what the step computes in; and the largest such unit."""
+        rng, units = torch.Generator().manual_seed(self.seed), self._units(seen)
+        with restored(self.model, None):
+            for p, own in units:
+                side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
+                p.data.add_(p.detach().abs() * own * side)
+            floor, unit = whole.distance(again()), max((own for _, own in units), default=0.0)
+        return min(0.5, 8 * max(floor, unit) if unit > COARSE else 16 * max(floor, 4 * unit)), unit
+
+
+@dataclass
+class Accumulation(_Gradients, Subject, name="accumulation"):
+    """SE-ACCUMULATION: Many small backward passes, or many ranks, leave the whole batch's gradient, and so does the
+    next call.
+
+    accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) leaves, for an UNEVEN cut;
+    and the same again in a second call
+    accumulate(model, [B, B]) has the direction of accumulate(model, [B]), whatever is taken per micro-batch
+
+    Needs: ``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are uneven row
+    counts. ``rows_interact``: a part of the loss is taken per micro-batch by design (a router's load balancing).
+    ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show it.
+    ``stateful=True``: one call changes the next by design (a running statistic beside the model).
+    How: The batch in one piece, once more, and cut unevenly; the tolerance is 16 times (8 in 16 bits) the effect of one
+    unit in the last place.
+    Exceptions: With rows_interact=True the batch is only given twice. A clip that does not bind is not detected here:
+    Update makes it bind.
+    Detects: transformers gradient accumulation (a mean of means), gradients cleared between requests, transformers
+    #48690 (a router's loss times the number of ranks)
+    """
+
+    model: nn.Module
+    accumulate: Callable[[nn.Module, Sequence[Mapping[str, Any]]], Any]
+    batch: Mapping[str, Any]
+    split: Sequence[int] | None = None
+    what: str = "micro-batches"
+    seed: int = 0
+    rows_interact: bool = False
+    precision: torch.dtype | None = None
+    stateful: bool = False
+
+    def check(self) -> Iterator[Finding]:
+        split, cut = _cut(self.batch, self.split)
+        subject = f"{self.what} of {split} rows"
+        if self.rows_interact:
+            yield from self._copies(subject)
+            return
+        with without_dropout(self.model):  # other parts would get other masks
+            with noticing(self.model) as seen:
+                whole, again = self._gradient([self.batch]), self._gradient([self.batch])
+            twice = self._twice(whole, again, seen)
+            parts = self._gradient(cut)
+            room, _ = self._room(whole, seen, lambda: self._gradient([self.batch]))
+        room = max(room, 8 * whole.distance(again))
+        off, factor = whole.distance(parts), parts.best_scale(whole)
+        yield self.finding(
+            subject, f"gradient off by {off:.2g} (best factor {factor:.3g})", f"≤ {room:.2g}",
+            off <= room and whole.norm() > 0,
+            "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or "
+            "done twice, gradients cleared or clipped between the parts, or only the last part counts. A loss that is "
+            "taken per micro-batch by design declares rows_interact=True.",
+        )  # fmt: skip
+        if not self.stateful:
+            yield twice
+
+    def _copies(self, subject: str) -> Iterator[Finding]:
+        """Where a part of the loss is taken per micro-batch, equal micro-batches still have the gradient of one."""
+        why = "Rows interact by declaration: parts may have another gradient."
+        yield self.not_applicable(subject, "not checked", why)
+        with without_dropout(self.model):
+            with noticing(self.model) as seen:
+                one, two = self._gradient([self.batch]), self._gradient([self.batch, self.batch])
+            room, _ = self._room(one, seen, lambda: self._gradient([self.batch]))
+        factor = two.best_scale(one)
+        off = one.times(factor).distance(two)
+        yield self.finding(
+            f"the batch twice, as {self.what}", f"gradient off by {off:.2g} (best factor {factor:.3g})",
+            f"≤ {room:.2g}, up to a factor", off <= room and one.norm() > 0,
+            "The same batch twice has a gradient of another direction: a term of the loss is multiplied by the number "
+            "of ranks or micro-batches, and the others are not.",
+        )  # fmt: skip
+
+    def _twice(self, whole: Gradient, again: Gradient, seen: Sequence[torch.dtype]) -> Finding:
+        """Of two calls that differ, a third decides. Where it repeats one of them, or the calls are as 1 : 2 : 3, a
+        call has left something for the next; noise, or a running statistic, does neither."""
+        same = SAME * max((unit for _, unit in self._units(seen)), default=0.0)
+        off, room = whole.distance(again), min(LEFT, SAME * same)
+        subject, measured = "the same batch again", f"gradient off by {off:.2g}"
+        if off > room:
+            third, near = self._gradient([self.batch]), min(same, room / 2)
+            repeats = min(whole.distance(third), again.distance(third)) <= near
+            counted = any(
+                all(whole.times(n**power).distance(g) <= near for n, g in ((2, again), (3, third)))
+                for power in (1, -1)
+            )  # fmt: skip
+            if not (repeats or counted):
+                why = "Every call gives another gradient: noise, or a running statistic. The tolerance is that wide."
+                return self.not_applicable(subject, f"{measured}, and another way each time", why)
+        return self.finding(
+            subject, measured, f"≤ {room:.2g}", off <= room,
+            "The same batch on the same weights gives another gradient the second time: a count, a sum or a gradient "
+            "of the last call is still there. (Where that is intended, declare stateful=True.)",
+        )  # fmt: skip
+
+    def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:
+        return self._made_by(lambda: self.accumulate(self.model, list(map(fresh, batches))))
+
+
+@dataclass
+class Update(_Gradients, Subject, name="update"):
+    """SE-UPDATE: The optimizer receives the whole batch's gradient, clipped once, and nothing of the last update.
+
+    p.grad at optimizer.step()  =  ∇loss(B₁ ∪ B₂ ∪ …) · min(1, max_grad_norm / ‖∇loss‖)
+
+    Needs: ``update(batches, max_grad_norm)`` makes one update of ``model`` by ``optimizer`` from these micro-batches:
+    forward, backward, clip, step, and what clears the gradients. ``loss(model, batch)`` is a whole batch's loss. The
+    model and the optimizer are restored; a schedule or a loss scale that ``update`` also moves is the caller's.
+    How: Measured when the optimizer steps: uneven micro-batches without a clip, with a clip at half the gradient's
+    norm, and the second of two updates. The tolerance is that of Accumulation.
+    Exceptions: torch divides by norm + 1e-6 when it clips, which shortens a small gradient: that is allowed.
+    Detects: lingua #59 and transformers #1563 (a clip per micro-batch), pytorch/examples #1196 (a clip before the
+    unscaling), NeMo-RL #3788 (replicas counted twice in the norm), torchforge #71 (no zero_grad)
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    update: Callable[[Sequence[Mapping[str, Any]], float], Any]
+    loss: Callable[[nn.Module, Mapping[str, Any]], Any]
+    batch: Mapping[str, Any]
+    split: Sequence[int] | None = None
+    precision: torch.dtype | None = None
+    seed: int = 0
+
+    def check(self) -> Iterator[Finding]:
+        with restored(self.model, self.optimizer), without_dropout(self.model):
+            yield from list(self._check())
+
+    def _check(self) -> Iterator[Finding]:
+        _, parts = _cut(self.batch, self.split)
+        with noticing(self.model) as seen:
+            wanted = self._wanted()
+        norm = wanted.norm()
+        room, unit = self._room(wanted, seen, self._wanted)
+        trains = math.isfinite(norm) and norm > 0
+        why = "The loss has no gradient here, so what the optimizer is given cannot be judged."
+        yield self.finding("the whole batch's gradient", f"norm {norm:.3g}", "finite and above 0", trains, why)
+        if not trains:
+            return
+        with restored(self.model, self.optimizer):
+            free = self._handed(parts, 4 * (norm + STABILISER))
+            yield self._row("handed gradient, no clip", free, wanted, room, ANOTHER)
+        if free is None:
+            return
+        # The same parts on the same weights: what the cut alone did is the room of what follows, where that is less.
+        own = max(wanted.distance(free), unit if unit > COARSE else 4 * unit)
+        with restored(self.model, self.optimizer):
+            handed = self._handed(parts, BINDS * norm)
+            near = min(room, 4 * own)
+            meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
+            clipped = meant[0] if handed is None else min(meant, key=handed.distance)
+            yield self._row("handed gradient, clip at half its norm", handed, clipped, near, CLIPPED)
+        with restored(self.model, self.optimizer):
+            self._handed(parts, 4 * (norm + STABILISER))
+            after = self._wanted()
+            handed = self._handed(parts, 4 * (norm + STABILISER), clear=False)
+            near *= max(1.0, norm / max(after.norm(), 1e-300))  # a shorter one is coarser, relatively
+            yield self._row("handed gradient, the next update", handed, after, min(TWICE, near), LAST)
+
+    def _row(self, subject: str, found: Gradient | None, wanted: Gradient, room: float, meaning: str) -> Finding:
+        if found is None:
+            once = "One update must step the optimizer once; it steps once per micro-batch, or not at all."
+            return self.finding(subject, "not one call of optimizer.step()", "one call per update", False, once)
+        factor = found.best_scale(wanted)
+        return self.agrees(subject, wanted.distance(found), room, meaning, f"off by {{}} (best factor {factor:.3g})")
+
+    def _handed(self, parts: Sequence[Mapping[str, Any]], max_grad_norm: float, clear: bool = True) -> Gradient | None:
+        """What stood in ``.grad`` when the optimizer stepped; None where it did not step exactly once."""
+        seen: list[Gradient] = []
+        if clear:
+            for p in self.model.parameters():
+                p.grad = None
+        handle = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._left()))
+        try:
+            with seeded(self.seed), torch.enable_grad():
+                self.update([fresh(b) for b in parts], max_grad_norm)
+        finally:
+            handle.remove()
+        return seen[0] if len(seen) == 1 else None
+
+    def _wanted(self) -> Gradient:
+        def act() -> None:
+            value: Tensor = result_of(self.loss(self.model, fresh(self.batch)))[0]
+            if value.requires_grad:
+                value.backward()
+
+        return self._made_by(act)
+
+
+def _cut(batch: Mapping[str, Any], split: Sequence[int] | None) -> tuple[list[int], list[dict[str, Any]]]:
+    """The numbers of rows of the parts (two uneven ones by default), and the parts; what has no rows (a number, a text)
+    goes with every part."""
+    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.ndim]
+    rows = max(set(sizes), key=sizes.count)
+    first = max(1, rows // 4)
+    counts = list(split) if split is not None else [first, rows - first] if rows > 1 else [1]
+    return counts, [rows_of(batch, rows, places) for places in torch.arange(rows).split(counts)]

@@ -1,0 +1,281 @@
+"""Several processes: a trainer and its samplers, and ranks that gather, draw and log."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.precision import rounding
+from earnest_audit.restore import put_back
+from earnest_audit.subjects.base import Subject, equal, gap, largest, outputs
+from earnest_audit.verdict import Finding
+
+PERTURBATIONS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
+CLEAR = 8  # times what two programs differ by anyway: there a lost change differs from a rounded one
+OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weights gives the same, in any dtype
+
+
+@dataclass
+class WeightSync(Subject, name="weight sync"):
+    """RT-SYNC: After a push the sampler's log-probs equal the trainer's, and follow a perturbation of all weights and
+    of each tensor.
+
+    Needs: ``perturb()`` perturbs the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one
+    fixed text. ``undo()`` takes the perturbation back; without it the trainer stays perturbed. ``model`` is the
+    trainer's module that a push sends: each of its trainable parameters, and of its buffers those whose names match
+    ``buffers`` ("*.running_mean"), is then perturbed alone and pushed, and restored. Frozen ones need not be sent, nor
+    buffers that no training moves.
+    How: Log-probs of one text on both sides, before and after a perturbation. The tolerance is 64 units in the last
+    place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the perturbation it is at
+    most an eighth of it or four times the difference before it. A push does not change the trainer's own log-probs.
+    When one tensor is perturbed alone, at least half of the change must reach the sampler.
+    Exceptions: Two programs in 16 bits differ legitimately: declare precision. A perturbation that is smaller than
+    their difference is not judged. Without undo the trainer stays perturbed.
+    Detects: other tensors pushed than the trained ones, a stale adapter slot, prime-rl #2823 (a tied head that is a
+    stale clone), a base that drifts by merge and unmerge in bf16
+    """
+
+    perturb: Callable[[], None]
+    push: Callable[[], Any]
+    trainer: Callable[[], Tensor]
+    sampler: Callable[[], Tensor]
+    precision: torch.dtype | None = None  # of the coarser of the two programs, where it is coarser than its log-probs
+    undo: Callable[[], Any] | None = None
+    model: nn.Module | None = None
+    buffers: Sequence[str] = ()
+
+    def check(self) -> Iterator[Finding]:
+        alone, again = outputs(self.trainer), outputs(self.trainer)
+        self.push()
+        before, now = outputs(self.sampler), outputs(self.trainer)
+        room = rounding(before, now, precision=self.precision)
+        yield self.agrees(
+            "the trainer after a push", _difference(again, now), max(OWN, 4 * _difference(alone, again)),
+            "A push changes the trainer: adapters are merged for the push and taken out again in 16 bits, which does "
+            "not give the old weights back. Keep a copy, or merge into another one.",
+            "its own log-probs moved by {}",
+        )  # fmt: skip
+        agree, different = _difference(before, now), "Sampler and trainer are different policies."
+        yield self.agrees("sampler = trainer after a push", agree, room, different, "log-probs off by {}")
+        self.perturb()
+        moved = _difference(outputs(self.trainer), now)
+        self.push()
+        left = self._apart()
+        follows = self._follows(agree, moved, left, room)
+        each = self._each(max(agree, left)) if agree <= room and follows.outcome != "fails" else None
+        if self.undo is not None:
+            self.undo()
+            self.push()
+        yield follows
+        if each is not None:
+            yield each
+
+    def _follows(self, agree: float, moved: float, left: float, room: float) -> Finding:
+        """Two programs in 16 bits differ by up to ``room`` at some text; by how much at this one was measured before
+        the perturbation. A perturbation that stands well above that can be judged by what it left over."""
+        subject = "the sampler follows a perturbation"
+        near = min(room, max(4 * agree, moved / 8))
+        if agree <= room and moved <= 2 * near:
+            return self.not_applicable(
+                subject,
+                f"the perturbation moved the trainer by {moved:.2g}, the two differ by {agree:.2g} without one",
+                "The perturbation is too small to show whether a push arrives: perturb more strongly.",
+            )
+        stale = "The push did not reach the sampler: other tensors were sent, the adapter slot is stale, or a cache "
+        return self.agrees(subject, left, near, f"{stale}answers.", f"{{}} after of {moved:.2g}")
+
+    def _each(self, agree: float) -> Finding:
+        """One tensor after the other, as far as it takes to stand out of what the two programs differ by anyway."""
+        subject = "each tensor alone"
+        if self.model is None:
+            return self.not_declared(subject, "model=…, the trainer's module,")
+        chosen: list[tuple[str, Tensor]] = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        for name, buffer in self.model.named_buffers():
+            if buffer.is_floating_point() and any(fnmatch.fnmatchcase(name, b) for b in self.buffers):
+                chosen.append((name, buffer))
+        lost, hidden = [], []
+        for name, tensor in chosen:
+            with put_back([tensor]):
+                moved = self._stands_out(tensor, agree)
+                if moved is None:
+                    hidden.append(name)
+                    continue
+                self.push()
+                if not self._apart() <= moved / 2:
+                    lost.append(name)
+        self.push()
+        shown = len(chosen) - len(hidden)
+        aside = f" ({len(hidden)} do not show: {', '.join(hidden[:3])})" if hidden else ""
+        if not shown:
+            return self.not_applicable(subject, f"none of {len(chosen)} shows in the log-probs", "Give a longer text.")
+        return self.finding(
+            subject, f"{len(lost)} of {shown} do not arrive{aside}", "all arrive", not lost,
+            f"{', '.join(lost[:3])}: changed alone, the sampler does not follow. The push does not send it, sends it "
+            "under another name, or the sampler has a copy of its own (a tied head).",
+        )  # fmt: skip
+
+    def _stands_out(self, tensor: Tensor, agree: float) -> float | None:
+        """What a perturbation moves the trainer's log-probs by; None where none stands out."""
+        kept, base = tensor.detach().clone(), outputs(self.trainer)
+        noise = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)).to(kept)
+        size = float(kept.float().square().mean().sqrt()) or 1.0
+        for factor in PERTURBATIONS:
+            tensor.data.copy_(kept + factor * size * noise)
+            moved = _difference(outputs(self.trainer), base)
+            if max(CLEAR * agree, 16 * OWN) < moved < float("inf"):
+                return moved
+        return None
+
+    def _apart(self) -> float:
+        return _difference(outputs(self.sampler), outputs(self.trainer))
+
+
+def _difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two log-probs, over the larger of 1 and their size; equal infinities do not differ."""
+    size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0).nan_to_num(posinf=1.0)
+    return largest(gap(a, b) / size)
+
+
+MANY = 12  # ranks: one more digit
+ODD = (0.0, -100.0, -1.0)
+
+
+@dataclass
+class Gather(Subject, name="gather"):
+    """RT-GATHER: Every rank receives what every rank sent.
+
+    Needs: ``gather(values)`` simulates ranks that send one tensor each, as many as there are values, and returns what a
+    rank receives. ``ragged`` where ranks may send different lengths. ``padding``: a value that no rank ever sends, and
+    that may be taken for padding; without it every value must arrive.
+    How: Every rank sends its own numbers, then 0, -1 and -100; then twelve ranks do; everything received is compared.
+    Exceptions: Padding that is not removed is checked only where ragged is declared, or lengths are equal.
+    Detects: all_gather into [t] * world_size, buckets that are not cut back
+    """
+
+    gather: Callable[[list[Tensor]], Sequence[Tensor]]
+    ranks: int = 3
+    ragged: bool = False
+    padding: float | None = None
+
+    def check(self) -> Iterator[Finding]:
+        plain = self._row("ranks", self._counted([3] * self.ranks))
+        yield plain
+        if self.ragged:
+            yield self._row("ranks of different lengths", self._counted([rank + 2 for rank in range(self.ranks)]))
+        else:
+            yield self.not_declared("ranks of different lengths", "ragged=True, where ranks may send them,")
+        if plain.outcome == "holds":
+            yield self._row("values such as 0 and -100", self._odd())
+        if plain.outcome == "holds" and self.ranks < MANY:
+            yield self._many()
+
+    def _counted(self, lengths: Sequence[int]) -> list[Tensor]:
+        return [torch.arange(n, dtype=torch.float32) + 10 * (rank + 1) for rank, n in enumerate(lengths)]
+
+    def _odd(self) -> list[Tensor]:
+        """What is often taken for padding, in front and at the end; one rank sends nothing else."""
+        odd = [v for v in ODD if v != self.padding]
+        sent = []
+        for rank in range(self.ranks):
+            value, other = odd[rank % len(odd)], odd[(rank + 1) % len(odd)]
+            sent.append(torch.tensor([value, 7.0 + rank, other] if rank else [value] * 3))
+        return sent
+
+    def _many(self) -> Finding:
+        """At least 11 ranks, so that their names sort differently as texts: rank10 before rank2."""
+        subject, sent, why = f"{MANY} ranks", self._counted([3] * MANY), "It simulates another number of ranks."
+        try:
+            got = list(self.gather([t.clone() for t in sent]))
+        except Exception as error:
+            return self.not_applicable(subject, f"raises {type(error).__name__}", why)
+        if len(got) != MANY:
+            return self.not_applicable(subject, f"{len(got)} came back", why)
+        return self._row(subject, sent)
+
+    def _row(self, subject: str, sent: Sequence[Tensor]) -> Finding:
+        got = [t.flatten().tolist() for t in self.gather([t.clone() for t in sent])]
+        wanted = [t.tolist() for t in sent]
+        return self.finding(
+            subject, f"{got}", f"{wanted}", got == wanted,
+            "A rank does not have what every rank sent: all slots are one tensor, the order is lost (rank10 before "
+            "rank2), padding is not cut off again, or what looks like padding is.",
+        )  # fmt: skip
+
+
+RANKS = 4
+
+
+@dataclass
+class Ranks(Subject, name="ranks"):
+    """RANKS: Ranks draw different numbers, each repeatably; a metric over ranks does not depend on how rows are cut.
+
+    seeds     draw(rank) differs between ranks, and is the same when it is made again
+    metrics   the metric of all rows is that of the same rows in other, uneven shards, and what one process computes
+
+    Needs: ``draw(rank)`` gives what a rank samples (ids, noise). ``metric(shards)`` is the number that is logged for
+    rows that are cut into shards, one list of rows per rank; ``rows`` [N, …] are such rows, of unequal size in their
+    sum. ``single(shards)`` is what the metric is by its definition, computed in one process. ``by_rank=True`` where the
+    number depends on the cut by its definition: then it is only compared with ``single``.
+    How: Four ranks draw, twice; the rows are cut into one, two and three uneven shards.
+    Exceptions: A metric that depends on the cut by its definition (the largest mean of any rank) is only compared with
+    single. A sampler that gives all ranks the same draws on purpose (data that is split afterwards) declares no draw.
+    Detects: one seed for all ranks (every rank samples the same answers), a mean of the ranks' means, TRL #7100 and
+    #5620
+    """
+
+    draw: Callable[[int], Tensor] | None = None
+    metric: Callable[[list[Tensor]], float] | None = None
+    rows: Tensor | None = None
+    single: Callable[[list[Tensor]], float] | None = None
+    by_rank: bool = False
+
+    def check(self) -> Iterator[Finding]:
+        if self.draw is None and self.metric is None:
+            yield self.not_declared("ranks", "draw=… or metric=…")
+        if self.draw is not None:
+            yield from self._seeds(self.draw)
+        if self.metric is not None and self.rows is not None:
+            yield from self._cuts(self.metric, self.rows)
+        elif self.metric is not None:
+            yield self.not_declared("a metric over ranks", "rows=…")
+
+    def _seeds(self, draw: Callable[[int], Tensor]) -> Iterator[Finding]:
+        drawn = [draw(rank).detach().clone() for rank in range(RANKS)]
+        again = [draw(rank).detach().clone() for rank in range(RANKS)]
+        alike = [f"ranks {a} and {b}" for a, b in combinations(range(RANKS), 2) if equal(drawn[a], drawn[b])]
+        more = " draw the same: their generators have one seed, and the samples of one rank are repeated on the other."
+        yield self.none("different ranks", alike, f"{len(alike)} pairs draw the same", more)
+        other = [f"rank {r}" for r in range(RANKS) if not equal(drawn[r], again[r])]
+        more = " draws something else the second time: its seed is not the only thing that it depends on."
+        yield self.none("the same rank again", other, f"{len(other)} of {RANKS} differ", more)
+
+    def _cuts(self, metric: Callable[[list[Tensor]], float], rows: Tensor) -> Iterator[Finding]:
+        n, few = len(rows), max(1, len(rows) // 4)
+        cuts = [cut for cut in ([n], [few, n - few], [few, few + 1, n - 2 * few - 1]) if min(cut) > 0]
+        values = [float(metric([part.clone() for part in rows.split(cut)])) for cut in cuts]
+        room = max(1e-5, rounding(rows) if rows.is_floating_point() else 0.0)
+        if self.single is not None:
+            own = [float(self.single([part.clone() for part in rows.split(cut)])) for cut in cuts]
+            away = max(abs(a - b) / max(1e-12, abs(a), abs(b)) for a, b in zip(values, own, strict=True))
+            yield self.agrees(
+                "the metric in one process", away, room,
+                "The logged number is not what one process computes from the same rows: tokens are counted on every "
+                "rank that holds them, other places are averaged than declared, or a weight is applied twice.",
+                f"{values[-1]:.4g} and {own[-1]:.4g}: off by {{}}",
+            )  # fmt: skip
+        if self.by_rank:
+            return
+        scale = max(1e-12, *map(abs, values))
+        off = (max(values) - min(values)) / scale
+        yield self.agrees(
+            "a metric over ranks", off, room,
+            "The logged number depends on how rows are cut over ranks: a mean of the ranks' means in place of a sum "
+            "over a count, a maximum or a deviation that is averaged, or the first rank's number alone.",
+            f"{', '.join(f'{v:.4g}' for v in values)}: off by {{}}",
+        )  # fmt: skip

@@ -1,0 +1,234 @@
+"""State that is saved, loaded, resumed, or filled at a first call."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.restore import seeded
+from earnest_audit.subjects.base import Subject, gap, largest, outputs
+from earnest_audit.verdict import Finding
+
+FOLLOWS = (
+    "What was saved changes when training goes on: the save holds the live tensors (a state_dict() that is not copied, "
+    "a write that is still under way), and gives back what came later."
+)
+
+
+@dataclass
+class RoundTrip(Subject, name="save and load"):
+    """RT: What is loaded equals what was saved; for modules also what is trainable, the dtypes and tied weights.
+
+    load(save(x)) gives the same outputs, from a perturbed state, onto something else; what was saved does not change
+    when training continues
+
+    Needs: ``make()`` gives a fresh object, ``perturb(x)`` perturbs it, ``outputs(x)`` is what must survive. ``save(x,
+    folder)`` and ``load(x, folder)`` are given a folder (a ``Path`` that exists and is empty) and name the files in it
+    themselves; ``load`` fills the ``x`` that it is given, or returns another.
+    How: Saved from a perturbed state, loaded onto a fresh object, outputs compared, and again after another
+    perturbation of the saved object. The perturbation has to change the outputs.
+    Exceptions: A load for inference freezes or casts by design: for_training=False.
+    Detects: an empty state dict, keys that are ignored, a tensor that is created anew, PEFT #282 and TRL #6700 (an
+    adapter is loaded frozen), pytorch #188346 (ties undone by assign=True)
+    """
+
+    make: Callable[[], Any]
+    perturb: Callable[[Any], None]
+    save: Callable[[Any, Path], Any]
+    load: Callable[[Any, Path], Any]
+    outputs: Callable[[Any], Tensor]
+    tolerance: float = 0.0
+    for_training: bool = True
+
+    def check(self) -> Iterator[Finding]:
+        initial, saved = self.make(), self.make()
+        self.perturb(saved)
+        wanted = outputs(self.outputs, saved)
+        why = "The perturbation changes nothing, so a save that loses everything would pass."
+        yield self.moved("the perturbation", wanted, outputs(self.outputs, initial), why)
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            self.save(saved, folder)
+            loaded = load_onto(self.make(), self.load, folder)
+            found = outputs(self.outputs, loaded)
+            follows = list(self._follows(saved, folder, wanted, found))
+        off = largest(gap(found, wanted))
+        yield self.agrees(
+            "save → load", off, self.tolerance,
+            "What is loaded is not what was saved: keys are missing or ignored, a tensor is re-initialised, or "
+            "something that matters is not saved.", "outputs off by {}",
+        )  # fmt: skip
+        if off <= self.tolerance:
+            yield from follows
+        if self.for_training and isinstance(saved, nn.Module) and isinstance(loaded, nn.Module):
+            yield from self._structure(saved, loaded)
+
+    def _follows(self, saved: Any, folder: Path, wanted: Tensor, found: Tensor) -> Iterator[Finding]:
+        """Training goes on after a save: another perturbation of what was saved, and the same folder is loaded
+        again."""
+        try:
+            self.perturb(saved)
+            loaded = load_onto(self.make(), self.load, folder)
+        except Exception:  # a perturbation or a load that is for once only
+            return
+        off = largest(gap(outputs(self.outputs, loaded), found))
+        if (moved := largest(gap(outputs(self.outputs, saved), wanted))) > self.tolerance:
+            what = f"outputs off by {{}} (it went on by {moved:.2g})"
+            yield self.agrees("load, after the saved one went on", off, self.tolerance, FOLLOWS, what)
+
+    def _structure(self, saved: nn.Module, loaded: nn.Module) -> Iterator[Finding]:
+        """What outputs do not show and the next step does: frozen parameters, other dtypes, ties that are undone."""
+        mine, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (saved, loaded))
+        names = [n for n in mine if n in theirs]
+        if not names:
+            why = "Parameters have other names after the load."
+            yield self.not_applicable("what is trainable", "no names in common", why)
+            return
+        first = [{id(p): n for n, p in reversed(of.items()) if n in names} for of in (mine, theirs)]
+        for subject, fact, meaning in (
+            ("what is trainable", lambda p, _: p.requires_grad, "are frozen (or not) after the load, unlike before the "
+             "save: a resumed run trains another set. A load for inference declares for_training=False"),
+            ("dtypes", lambda p, _: p.dtype, "have another dtype after the load"),
+            ("tied parameters", lambda p, tied: tied[id(p)], "were one tensor and are two after the load, or the other "
+             "way round: they drift apart with the first update"),
+        ):  # fmt: skip
+            wrong = [n for n in names if fact(mine[n], first[0]) != fact(theirs[n], first[1])]
+            yield self.none(subject, wrong, f"{len(wrong)} of {len(names)} differ", f" {meaning}.")
+
+
+def load_onto(made: Any, load: Callable[[Any, Path], Any], folder: Path) -> Any:
+    """What a load has loaded: what it returns, where that is such an object; else what it was given. Reports, such as
+    that of ``load_state_dict``, are no such object."""
+    given = load(made, folder)
+    if isinstance(given, (type(made), nn.Module)):
+        return given
+    report = given is None or isinstance(given, tuple | list | Mapping | str | int | float)
+    return made if report else given
+
+
+@dataclass
+class Resume(Subject, name="resume"):
+    """RT-RESUME: 2N steps equal N steps, a save, a load and N steps, bit for bit, the next data included.
+
+    Needs: ``run(x, n)`` trains n steps and returns the ids of the data that it saw; ``state(x)`` is everything that is
+    trained, averages of weights included. ``save(x, folder)`` and ``load(x, folder)`` are given a folder (a ``Path``
+    that exists and is empty) and name the files in it themselves; ``load`` fills the ``x`` that it is given, or returns
+    another. Both runs and the resumed one start from one state of the generators.
+    How: Both runs, their states and their data are compared; each begins from the same seed. The checkpoint is loaded
+    again after the saved run has continued.
+    Exceptions: Other thread counts sum in another order: resume with the same number. State that changes at an epoch's
+    end shows only in runs of more than one epoch; the verdict notes where none ended.
+    Detects: moments, schedules, random states or data streams that restart
+    """
+
+    make: Callable[[], Any]
+    run: Callable[[Any, int], list[Any]]
+    save: Callable[[Any, Path], Any]
+    load: Callable[[Any, Path], Any]
+    state: Callable[[Any], Tensor]
+    steps: int = 3
+    seed: int = 0
+
+    def check(self) -> Iterator[Finding]:
+        with seeded(self.seed):
+            straight = self.make()
+            seen = [*self.run(straight, self.steps), *self.run(straight, self.steps)]
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name)
+            with seeded(self.seed):
+                first = self.make()
+                seen_first = self.run(first, self.steps)
+                self.save(first, folder)
+            with seeded(self.seed):  # a new process begins from the seed again; what went on in between it must load
+                second = load_onto(self.make(), self.load, folder)
+                loaded = self.state(second).detach().clone()
+                seen_second = self.run(second, self.steps)
+            follows = list(self._follows(first, folder, loaded))
+        yield self._equal(
+            f"{2 * self.steps} steps = {self.steps} + resume + {self.steps}", self.state(straight), self.state(second),
+            "A resumed run is another run: optimizer moments, a schedule, a random state or a term's state starts "
+            "afresh.",
+        )  # fmt: skip
+        wanted = seen[len(seen_first) :]
+        why = "The data stream starts again, or skips, after a resume."
+        yield self.finding("the data after a resume", f"{seen_second[:3]}", f"{wanted[:3]}", seen_second == wanted, why)
+        yield from follows
+        if len(set(map(repr, seen))) == len(seen):
+            why = "A shuffle that is not restored shows only after an epoch: give steps=… of an epoch or more."
+            yield self.not_applicable("the end of an epoch", f"no datum came twice in {2 * self.steps} steps", why)
+
+    def _equal(self, subject: str, a: Tensor, b: Tensor, meaning: str) -> Finding:
+        off = largest(gap(a.double(), b.double()))
+        return self.finding(subject, f"off by {off:.2g}", "bit-equal", torch.equal(a, b), meaning)
+
+    def _follows(self, first: Any, folder: Path, loaded: Tensor) -> Iterator[Finding]:
+        """The saved run goes on, and the same folder is loaded again."""
+        before = self.state(first).detach().clone()
+        try:
+            with seeded(self.seed):
+                self.run(first, self.steps)
+            with seeded(self.seed):
+                third = load_onto(self.make(), self.load, folder)
+        except Exception:  # a run that was ended by its save, a folder that is loaded once
+            return
+        if not torch.equal(self.state(first), before):
+            yield self._equal("load, after the saved run went on", self.state(third).detach(), loaded, FOLLOWS)
+
+
+@dataclass
+class FirstCall(Subject, name="first call"):
+    """FIRST-CALL: What is filled at a first call does not depend on when that is: a reference is the same before and
+    after training, and a cache follows what it was made from.
+
+    constant   a call after training = a call before it, also where it is the first one
+    follows    after training, a call = the first call of an object that was never called before
+    process    two fresh objects give the same
+
+    Needs: ``make()`` gives an object as a new process would have it, ``train(x)`` changes what is trained, ``call(x)``
+    is what may be filled lazily: the reference's log-probs, outputs that use a cache. ``constant=False`` where it has
+    to follow the training.
+    How: Four fresh objects: one is called, trained and called again; one is trained and then called for the first time.
+    Exceptions: What is random must be seeded in make: fresh objects that differ by themselves are reported and not
+    judged.
+    Detects: a reference that is copied from the policy at its first use, merged weights or masks that are cached and
+    never made anew, a reference that differs in a new process
+    """
+
+    make: Callable[[], Any]
+    call: Callable[[Any], Tensor]
+    train: Callable[[Any], Any]
+    constant: bool = True
+    seed: int = 0
+
+    def check(self) -> Iterator[Finding]:
+        warm, cold = self._make(), self._make()
+        before, fresh = self._call(warm), self._call(self._make())
+        other = "Two fresh objects differ: a new process begins from something else (an unseeded draw, a changed file)."
+        yield self.same("two fresh objects", before, fresh, other)
+        self.train(warm)
+        self.train(cold)
+        later, first = self._call(warm), self._call(cold)
+        if self.constant:
+            why = "It changes with the training: it shares weights with what is trained."
+            yield self.same("after training", before, later, why)
+            why = "Called for the first time after training it is another one: it is filled lazily, from the policy."
+            yield self.same("first called after training", before, first, why)
+            return
+        why = "Training does not change what is called at all, so a cache that is never made anew would pass."
+        yield self.moved("the training", first, before, why)
+        stale = "After training the old value is given: what was cached at the first call is not made anew."
+        yield self.same("called before and after training", first, later, stale)
+
+    def _make(self) -> Any:
+        with seeded(self.seed):
+            return self.make()
+
+    def _call(self, x: Any) -> Tensor:
+        with seeded(self.seed):
+            return outputs(self.call, x)
