@@ -20,10 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest_audit.activity import hooked
 from earnest_audit.batches import dropped, ends
 from earnest_audit.executor import LISTENERS, audit
 from earnest_audit.limits import MANY
+from earnest_audit.monitors import hooked
 from earnest_audit.probe import fresh, restored, result_of, seeded
 from earnest_audit.restore import without_dropout
 from earnest_audit.step import StepError

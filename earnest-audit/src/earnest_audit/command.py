@@ -14,7 +14,6 @@ import difflib
 import json
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -101,18 +100,10 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
 def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False) -> Verdict:
     """Run a script under the audit. Its output and the name of each law as it begins go to stderr. An exception of the
     script is printed there with its traceback, and ends the command."""
-    from earnest_audit.script import ScriptError, audit_script
-    from earnest_audit.verdict import LawBroken
-
-    def tell(text: str) -> None:
-        print(f"{text} …", file=sys.stderr)
+    from earnest_audit.script import audit_script
 
     with redirect_stdout(sys.stderr):
-        try:
-            return audit_script(path, arguments, quick=quick, progress=tell)
-        except LawBroken as error:
-            traceback.print_exc()
-            raise ScriptError(f"{path.name} raised {type(error).__name__} before it could be judged.") from error
+        return audit_script(path, arguments, quick=quick, progress=lambda text: print(f"{text} …"))
 
 
 def require_writable(files: dict[str, Path | None]) -> None:

@@ -7,12 +7,13 @@ this process.
 
 from __future__ import annotations
 
+import gc
 import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -22,13 +23,17 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.weak import WeakIdKeyDictionary
 
 from earnest_audit import executor
 from earnest_audit.errors import EarnestError
-from earnest_audit.strays import Strays, modules
-from earnest_audit.verdict import Finding, LawBroken, Verdict
+from earnest_audit.laws.liveness import some
+from earnest_audit.limits import ENOUGH
+from earnest_audit.monitors import entries
+from earnest_audit.places import caller
+from earnest_audit.verdict import Finding, LawBroken, LawOutcome, Verdict
 from earnest_audit.watcher import WATCHED, Watch
 
 TRAINER = "transformers.trainer"
@@ -36,15 +41,11 @@ PASTE = """\
 from earnest_audit import watch
 
 with watch(model, optimizer) as w:  # around the training loop"""
-
-
-ONLY_WATCHED = (
+ONLY_WATCHED = Finding(
+    "AUDIT", "the loss", "not audited", "-", "not declared",
     "The loss itself was not audited: optimizers were watched while the script ran. Masks, shifted labels, inputs, "
-    "signs and settings are checked by audit(model, loss, batch) or audit(Step(…)), in the script or in a test."
-)
-
-
-WATCHED_ONLY = "watched only: the loss itself was not audited"
+    "signs and settings are checked by audit(model, loss, batch) or audit(Step(…)), in the script or in a test.",
+)  # fmt: skip
 
 
 class ScriptError(EarnestError):
@@ -60,10 +61,6 @@ def audit_script(
     with trained(quick, progress) as found, _called(path, arguments):
         try:
             runpy.run_path(str(path), run_name="__main__")
-        except LawBroken as error:
-            if not found.verdict().failures:
-                raise
-            print(f"{path.name} stopped at a broken law: {type(error).__name__}.", file=sys.stderr)
         except (Exception, SystemExit) as error:
             _judge_what_ran(path, error, found.verdict())
     verdict = found.verdict().at(f"{path.as_posix()}:1")
@@ -74,8 +71,8 @@ def audit_script(
         )
     if found.audits:
         return verdict
-    unaudited = Finding("AUDIT", "the loss", "not audited", "-", "not declared", ONLY_WATCHED)
-    return replace(verdict, findings=(*verdict.findings, unaudited), title=f"the training script, {WATCHED_ONLY}")
+    title = "the training script, watched only: the loss itself was not audited"
+    return replace(verdict, findings=(*verdict.findings, ONLY_WATCHED), title=title)
 
 
 def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -> None:
@@ -84,6 +81,8 @@ def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -
         if error.code in (None, 0):
             return
         what = f"{path.name} ended with {error.code!r}"
+    elif isinstance(error, LawBroken) and found.failures:
+        what = f"{path.name} stopped at a broken law: {type(error).__name__}"
     else:
         traceback.print_exc()
         what = f"{path.name} raised {type(error).__name__}"
@@ -138,6 +137,70 @@ class Found:
             return
         if (model := _owner(optimizer)) is not None:
             until.enter_context(Watch(model, optimizer))
+
+
+@dataclass
+class _Stray:
+    name: str
+    value: Tensor
+    gradient: Tensor
+    looks: int = 0  # new gradients in a row after which the parameter had not changed
+
+
+class Strays:
+    """Finds parameters that get a gradient and belong to no optimizer, among all modules. Call ``begin`` at the first
+    step of an optimizer, and ``look`` at each of its steps.
+
+    If other parameters of the same module are trained, this is a failure: a parameter group was forgotten. A module
+    without any trained parameter may be frozen on purpose (a perceptual loss), so it is only reported.
+    """
+
+    def __init__(self) -> None:
+        self.owned = WeakIdKeyDictionary()
+        self.strays = WeakIdKeyDictionary()
+        self.partly: set[str] = set()
+        self.place = ""  # where the first optimizer stepped
+
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
+        self.place = self.place or caller()
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                self.owned[p] = True
+        for module in sorted(_modules(), key=lambda m: -sum(1 for _ in m.parameters())):
+            named = {n: p for n, p in module.named_parameters() if p.requires_grad}
+            trained = any(p in self.owned for p in named.values())
+            for n, p in named.items():
+                if p in self.owned or p.grad is None or p.layout != torch.strided:
+                    continue
+                if p not in self.strays:
+                    self.strays[p] = _Stray(f"{type(module).__name__}.{n}", entries(p).clone(), entries(p.grad).clone())
+                if trained:
+                    self.partly.add(self.strays[p].name)
+
+    def look(self) -> None:
+        """Call before a step: counts new gradients. A parameter that has changed is trained elsewhere."""
+        for p, stray in list(self.strays.items()):
+            now = None if p.grad is None else entries(p.grad).clone()
+            if now is None or torch.equal(now, stray.gradient):
+                continue
+            stray.gradient = now
+            value = entries(p).clone()
+            stray.looks = stray.looks + 1 if torch.equal(value, stray.value) else 0
+            stray.value = value
+
+    def findings(self) -> Iterator[Finding]:
+        found = [s.name for p, s in self.strays.items() if p not in self.owned and s.looks >= ENOUGH]
+        outcomes: tuple[LawOutcome, ...] = ("fails", "not declared")
+        for outcome in outcomes:
+            names = [n for n in found if (n in self.partly) == (outcome == "fails")]
+            if names:
+                yield Finding(
+                    "GL", "parameters without an optimizer", f"{len(names)} get gradients and stay constant", "0",
+                    outcome,
+                    f"{some(names)} get a gradient in every update, and no optimizer has them. Add them to the "
+                    "optimizer's parameters; where they are meant to stay, requires_grad_(False) freezes them.",
+                    self.place,
+                )  # fmt: skip
 
 
 @contextmanager
@@ -207,11 +270,16 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
+def _modules() -> list[nn.Module]:
+    """Every module that exists."""
+    return [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+
+
 def _owner(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """The smallest module that has all of the optimizer's parameters."""
     owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     sizes: list[tuple[int, nn.Module]] = []
-    for module in modules():
+    for module in _modules():
         held = {id(p) for p in module.parameters()}
         if owned and owned <= held:
             sizes.append((len(held), module))

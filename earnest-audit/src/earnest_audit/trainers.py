@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import edits
-from earnest_audit.activity import hooked
 from earnest_audit.facts import Kind, Setting
+from earnest_audit.monitors import hooked
 from earnest_audit.restore import replaced
 from earnest_audit.step import Step
 

@@ -20,22 +20,21 @@ import math
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.activity import Mode, StepCounter, at_gradients, entries, hooked, unproved
 from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
 from earnest_audit.limits import ENOUGH, MANY
 from earnest_audit.measure import is_number, number
+from earnest_audit.monitors import Cleared, Mode, Norm, Rates, StepCounter, Streak, at_gradients, entries, hooked
 from earnest_audit.places import caller
 from earnest_audit.signals import Signals
 from earnest_audit.together import Together
-from earnest_audit.updates import Cleared, Norm, Rates
 from earnest_audit.verdict import Finding, Verdict, judged
 
 MOVES = ("kl", "entropy")  # metrics that cannot stay constant while a policy learns; more are declared
@@ -68,14 +67,16 @@ def _reentrant(loss: Tensor) -> bool:
 class _Parameter:
     """What was seen of one parameter."""
 
-    gradients: int = 0  # looks with a gradient that is not all 0
-    updates: int = 0  # looks at an update that had a gradient and a learning rate
-    moved: int = 0  # … after which a bit had changed
-    without: int = 0  # looks in a row, up to now, without a gradient
-    stuck: int = 0  # updates in a row, up to now, that had a gradient and moved no bit
+    idle: Streak = field(default_factory=Streak)  # looks without a gradient, or with one that is all 0
+    stuck: Streak = field(default_factory=Streak)  # updates with a gradient and a learning rate that moved no bit
+    stray: Streak = field(default_factory=Streak)  # looks with a gradient, and moved by nobody since the last
     before: Tensor | None = None
-    stray: int = 0  # looks in a row with a gradient, not the optimizer's, and not moved by anybody else since the last
     last: Tensor | None = None
+
+    def freeze(self) -> None:
+        """Nothing is in a row any more."""
+        for streak in (self.idle, self.stuck, self.stray):
+            streak.row = 0
 
 
 @dataclass
@@ -204,18 +205,17 @@ class Watch:
         """The size of its gradient; 0 where there is none."""
         if not p.requires_grad:
             if name in self._seen:  # frozen on purpose, for now
-                self._seen[name].without = self._seen[name].stuck = self._seen[name].stray = 0
+                self._seen[name].freeze()
             return 0.0
         seen = self._seen.setdefault(name, _Parameter())
-        seen.without += 1
         seen.before = None
         size = float(p.grad.detach().abs().max()) if p.grad is not None and p.grad.numel() else 0.0
         if not math.isfinite(size):
             why = "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits."
             self._break(f"gradient of {name}", size, why)
-        elif size > 0:
-            seen.gradients += 1
-            seen.without = 0
+        alive = math.isfinite(size) and size > 0
+        seen.idle.see(not alive)
+        if alive:
             self._sampled(p, seen)
         return size
 
@@ -224,10 +224,10 @@ class Watch:
         if self._rates.full(p):
             seen.before = entries(p).clone()
         if self.optimizer is None or id(p) in self._rates.now:
-            seen.stray, seen.last = 0, None
+            seen.stray, seen.last = Streak(), None
             return
         now = entries(p)
-        seen.stray = seen.stray + 1 if seen.last is None or torch.equal(now, seen.last) else 0
+        seen.stray.see(seen.last is None or torch.equal(now, seen.last))
         seen.last = now.clone()
 
     def after_update(self) -> None:
@@ -236,10 +236,7 @@ class Watch:
             for name, p in self.model.named_parameters():
                 seen = self._seen.get(name)
                 if seen is not None and seen.before is not None:
-                    seen.updates += 1
-                    moved = not torch.equal(entries(p), seen.before)
-                    seen.moved += moved
-                    seen.stuck = 0 if moved else seen.stuck + 1
+                    seen.stuck.see(torch.equal(entries(p), seen.before))
                     seen.before = None
             assert self.optimizer is not None
             self._cleared.begin(p for group in self.optimizer.param_groups for p in group["params"])
@@ -276,7 +273,8 @@ class Watch:
     def _rows(self) -> Iterator[Finding]:
         yield from self._steps.findings(self.updates, self.looks)
         trained = self._steps.gradients and self.updates
-        yield from self._findings() if trained else unproved(self._findings())
+        for row in self._findings():  # of a run without an update nothing holds: it was not trained
+            yield row if trained or row.outcome != "holds" else replace(row, outcome="not applicable")
 
     def _findings(self) -> Iterator[Finding]:
         yield from self._broken.values()
@@ -288,12 +286,12 @@ class Watch:
             yield Finding("GL", "trainable parameters", f"{self.looks} looks", f"≥ {ENOUGH}", "not applicable", "")
         if self.optimizer is None:
             yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
-        elif any(s.updates >= ENOUGH for s in self._seen.values()):
+        elif any(s.stuck.looks >= ENOUGH for s in self._seen.values()):
             yield self._bits()
         if self.optimizer is not None and self.looks >= ENOUGH:
             yield self._owned()
             for monitor in (self._rates, self._cleared, self._norm):
-                yield from monitor.finding()
+                yield from monitor.findings()
         yield from map(self._term, self._shares)
         if not self._shares:
             yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
@@ -325,8 +323,8 @@ class Watch:
     def _alive(self) -> Finding:
         """Without a gradient from the beginning, or in the last MANY looks; what comes back is alive again."""
         seen = {n: s for n, s in self._seen.items() if not idles(n, self.may_idle)}
-        never = [n for n, s in seen.items() if not s.gradients and s.without >= ENOUGH]
-        lost = [n for n, s in seen.items() if s.gradients and s.without >= MANY]
+        never = [n for n, s in seen.items() if not s.idle.good and s.idle.row >= ENOUGH]
+        lost = [n for n, s in seen.items() if s.idle.good and s.idle.row >= MANY]
         text = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
         text += f"{some(lost)} had a gradient once, and none in the last {MANY} looks or more. " if lost else ""
         return judged(
@@ -338,8 +336,8 @@ class Watch:
         )  # fmt: skip
 
     def _bits(self) -> Finding:
-        still = [n for n, s in self._seen.items() if s.stuck >= (MANY if s.moved else ENOUGH)]
-        late = sum(self._seen[n].moved > 0 for n in still)
+        still = [n for n, s in self._seen.items() if s.stuck.row >= (MANY if s.stuck.good else ENOUGH)]
+        late = sum(self._seen[n].stuck.good > 0 for n in still)
         return judged(
             "GL", "the parameters' bits",
             f"{len(still) - late} parameters with a gradient never moved" + (f", {late} no longer do" if late else ""),
@@ -353,7 +351,7 @@ class Watch:
         sure."""
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         none = not any(id(p) in self._rates.now for p in named.values())
-        strays = [n for n in named if n in self._seen and self._seen[n].stray >= (ENOUGH if none else MANY)]
+        strays = [n for n in named if n in self._seen and self._seen[n].stray.row >= (ENOUGH if none else MANY)]
         return judged(
             "GL", "the optimizer's parameters", f"{len(strays)} trainable ones are not there, and stay constant", "0",
             not strays,

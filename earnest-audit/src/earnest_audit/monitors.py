@@ -1,0 +1,325 @@
+"""What a watch counts of a run: steps of the optimizer, training mode, gradients that are cleared between two updates,
+the logged norm, learning rates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from earnest_audit.limits import ENOUGH, MANY, SAMPLE, SURE
+from earnest_audit.verdict import Finding, judged
+
+FEW = 3  # parameters that are compared
+SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little shorter
+
+
+@dataclass
+class Streak:
+    """How often something was looked at, how often it was bad, and how often in a row up to now."""
+
+    looks: int = 0
+    bad: int = 0
+    row: int = 0
+
+    def see(self, bad: bool) -> None:
+        self.looks += 1
+        self.bad += bad
+        self.row = self.row + 1 if bad else 0
+
+    @property
+    def good(self) -> int:
+        return self.looks - self.bad
+
+
+@dataclass
+class StepCounter:
+    """Counts calls of ``w.step`` and steps of the optimizer."""
+
+    calls: int = 0
+    steps: int = 0  # of the optimizer, that began
+    since: int = 0  # calls since the last
+    most: int = 1  # calls between two
+    began: bool = False
+    ended: bool = False  # the loop was left, and nothing had been raised
+    gradients: int = 0  # looks with a gradient
+    bare: int = 0  # looks without one that was there at w.step
+    _there: bool = False
+    _first: list[tuple[Tensor, Tensor]] = field(default_factory=list)
+
+    def call(self, model: nn.Module, optimizer: torch.optim.Optimizer, due: bool) -> None:
+        self.calls += 1
+        self.since += 1
+        if self.steps:
+            self._first = []
+        elif self.calls == 1:
+            self._first = sampled(model, optimizer)
+        if due and not self.gradients:
+            small = sorted((p.grad for p in model.parameters() if p.grad is not None), key=Tensor.numel)
+            self._there = any(bool(grad.count_nonzero()) for grad in small[:FEW])
+
+    def begin(self) -> None:
+        """The optimizer is about to step."""
+        self.steps += 1
+        self.most, self.since = max(self.most, self.since), 0
+
+    def look(self, gradients: bool) -> None:
+        """The step that begins is looked at, with or without gradients."""
+        self.gradients += gradients
+        self.bare += self._there and not gradients
+        self._there = False
+
+    def findings(self, updates: int, looks: int) -> Iterator[Finding]:
+        if self.calls and not self.steps:
+            yield self._stepping()
+        elif self.steps and not updates:
+            yield Finding(
+                "GL", "the optimizer's steps", f"{self.steps} began, none ended", "each ends",
+                "fails" if self.ended and self.steps >= MANY else "not applicable",
+                "Of several optimizers the first one steps and the last one never does.",
+            )  # fmt: skip
+        elif self.since >= MANY * self.most:
+            yield Finding(
+                "GL", "the optimizer's steps",
+                f"none in the last {self.since} of {self.calls} calls of w.step, {self.most} or fewer a step before",
+                f"fewer than {MANY * self.most} calls", "not declared",
+                "The optimizer that is watched steps no longer. Where another one has taken its place, nothing is seen "
+                "of its updates: watch it too.",
+            )  # fmt: skip
+        elif looks and not self.gradients:
+            sure = self.bare == looks >= ENOUGH
+            yield Finding(
+                "GL", "gradients at the optimizer's step",
+                f"none in {looks} looks; there at w.step in {self.bare}" if self.bare else f"none in {looks} looks",
+                "some", "fails" if sure else "not applicable",
+                "Gradients are there at w.step and gone when the optimizer steps: zero_grad is called between backward "
+                "and step." if sure else "Nothing was trained in these looks: there was no gradient, or it was 0.",
+            )  # fmt: skip
+
+    def _stepping(self) -> Finding:
+        moved = any(p.numel() and not torch.equal(entries(p), old) for p, old in self._first)
+        sure = self.ended and self.calls >= (ENOUGH if moved else MANY)
+        sure = sure or (self.began and moved and self.calls >= MANY)
+        why = (
+            "The watch was never begun: its loop stands inside `with watch(model, optimizer) as w:`."
+            if not self.began
+            else "The parameters move all the same: something else steps them. Give watch the optimizer that steps, or "
+            "all of them as a list."
+            if moved
+            else "The parameters stay constant too: optimizer.step() is never reached, another model's is called, or a "
+            "scaler skips every step. (Of an accumulation that has not come to its step yet, more calls decide.)"
+        )
+        return Finding(
+            "GL", "the optimizer's steps", f"{self.calls} calls of w.step, no step of the optimizer was seen", "≥ 1",
+            "fails" if sure else "not applicable", why,
+        )  # fmt: skip
+
+
+@dataclass
+class Mode:
+    """Training mode, of a model in which it changes something. An update counts as "on" where it was on at any moment
+    that the watch was called: an evaluation in the middle of a step goes back before the next."""
+
+    may_leave: bool = False
+    off: Streak = field(default_factory=Streak)  # by update
+    _on: bool = False
+    _drops: Sequence[nn.Module] = ()
+    _norms: Sequence[nn.Module] = ()
+
+    def see(self, model: nn.Module) -> None:
+        if not self.off.looks:
+            every, norm = list(model.modules()), nn.modules.batchnorm._BatchNorm
+            self._drops = [m for m in every if isinstance(m, nn.modules.dropout._DropoutNd)]
+            self._norms = [m for m in every if isinstance(m, norm) and m.track_running_stats]
+        self._on = self._on or model.training or any(m.training for m in (*self._drops, *self._norms))
+
+    def update(self) -> None:
+        self.off.see(not self._on)
+        self._on = False
+
+    def findings(self, ended: bool) -> Iterator[Finding]:
+        drops = [m for m in self._drops if getattr(m, "p", 0.0) > 0]
+        few = self.off.row < (ENOUGH if ended else MANY)  # during a run it may still be undone
+        if few or not (drops or self._norms):
+            return
+        what = f"{len(drops)} dropouts" if drops else f"{len(self._norms)} batch norms"
+        lost = bool(self.off.good and drops and not self.may_leave)
+        yield Finding(
+            "GL", "training mode",
+            f"off in the last {self.off.row} updates, on in {self.off.good} before: {what}" if self.off.good
+            else f"off in all {self.off.row} updates: {what}",
+            "on", "fails" if lost else "not declared",
+            "The model was in training mode and is so no longer: an evaluation called model.eval() and nobody called "
+            "model.train() after it. Where that is meant: watch(…, may_eval=True)." if lost
+            else "Whether that is meant only you know: batch norms are frozen so, and from_pretrained hands models "
+            "over so.",
+        )  # fmt: skip
+
+
+@dataclass
+class Cleared:
+    """Between two updates ``.grad`` has to be empty once when a backward arrives. One small parameter is observed, by a
+    hook that is removed at the next update.
+
+    Two optimizers that take turns clear at the start of their turns, when the other's backward has been through: so any
+    backward counts, not only the first.
+    """
+
+    dirty: Streak = field(default_factory=Streak)
+    _handle: Any = None
+    _fired: bool = False
+    _clean: bool = False
+
+    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+        """The optimizer has stepped."""
+        self.stop()
+        full = [p for p in parameters if p.requires_grad and p.grad is not None and p.grad.layout == torch.strided]
+        first = next((p for p in sorted(full, key=Tensor.numel) if _any(p.grad)), None)
+        if first is not None:
+            self._handle = first.register_hook(lambda _: self._arrives(first))
+        elif full:  # cleared inside the step, or by a hook of it
+            self._fired = self._clean = True
+
+    def _arrives(self, p: Tensor) -> None:
+        self._fired = True
+        self._clean |= not _any(p.grad)
+
+    def end(self) -> None:
+        """The optimizer is about to step again."""
+        if self._fired:
+            self.dirty.see(not self._clean)
+        self.stop()
+
+    def stop(self) -> None:
+        if self._handle is not None:
+            self._handle.remove()
+        self._handle, self._fired, self._clean = None, False, False
+
+    def findings(self) -> Iterator[Finding]:
+        if self.dirty.looks >= ENOUGH:
+            yield judged(
+                "SE", "gradients between two updates",
+                f"left in place in the last {self.dirty.row} of {self.dirty.looks} looks",
+                f"cleared, fewer than {ENOUGH} looks in a row", self.dirty.row < ENOUGH,
+                "Every backward adds to the gradient of the updates before: zero_grad is missing, or clears another "
+                "model's.",
+            )  # fmt: skip
+
+
+def _any(grad: Tensor | None) -> bool:
+    return grad is not None and bool((grad != 0).any())
+
+
+@dataclass
+class Norm:
+    """A logged ``grad_norm`` is the whole norm, before a clip or after it: never below the norm that the optimizer is
+    given."""
+
+    short: Streak = field(default_factory=Streak)
+    ratio: float = 0.0  # the largest logged / handed
+    logged: float | None = None  # of the update that is about to be made
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        logged, self.logged = self.logged, None
+        # A fused optimizer may be handed a scaled gradient, and unscale it inside.
+        if logged is None or not math.isfinite(logged) or getattr(optimizer, "grad_scale", None) is not None:
+            return
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        handed = math.sqrt(sum(float(torch.linalg.vector_norm(g.detach().float())) ** 2 for g in grads))
+        if handed == 0 or not math.isfinite(handed):
+            return
+        self.ratio = max(self.ratio, logged / handed)
+        self.short.see(logged < SLACK * handed)
+
+    def findings(self) -> Iterator[Finding]:
+        if self.short.looks >= SURE:
+            yield judged(
+                "MR", "grad_norm", f"at most {self.ratio:.2g} of what the optimizer is given, in {self.short.looks} "
+                "looks", f"≥ {SLACK:g}", self.short.good > 0,
+                "The norm that is logged, and perhaps clipped by, is that of a part: one rank's shard, one group, or "
+                "the last micro-batch.",
+            )  # fmt: skip
+
+
+@dataclass
+class Rates:
+    """Learning rates, by parameter: what they are, and the highest that they were or are meant to be."""
+
+    peaks: dict[int, float] = field(default_factory=dict)
+    now: dict[int, float] = field(default_factory=dict)
+    zero: Streak = field(default_factory=Streak)
+
+    def look(self, optimizer: torch.optim.Optimizer) -> None:
+        self.now = {}
+        for group in optimizer.param_groups:
+            rate = float(group.get("lr", 1.0))
+            peak = max(rate, float(group.get("initial_lr", 0.0)))
+            for p in group["params"]:
+                self.now[id(p)] = rate
+                self.peaks[id(p)] = max(peak, self.peaks.get(id(p), 0.0))
+
+    def count(self, gradients: bool) -> None:
+        """After a look: whether there was a gradient to follow."""
+        if self.now and gradients:
+            self.zero.see(not any(self.now.values()))
+
+    def full(self, p: Tensor) -> bool:
+        """Whether an update is meant to be seen: at the foot of a warm-up, or the end of a decay, 16 bits legitimately
+        lose it."""
+        return self.now.get(id(p), 0.0) > 0 and self.now[id(p)] >= 0.5 * self.peaks[id(p)]
+
+    def findings(self) -> Iterator[Finding]:
+        if self.zero.looks >= MANY:
+            ever = self.zero.good > 0
+            yield judged(
+                "GL", "the learning rate", f"{'above' if ever else 'always'} 0 in {self.zero.looks} looks", "above 0",
+                ever,
+                "Every group's learning rate is 0 while gradients come: a schedule that was cast to whole numbers, or "
+                "counts epochs. (A schedule that ends at 0 is not an error.)",
+            )  # fmt: skip
+
+
+def hooked(optimizer: Any) -> Any:
+    """The optimizer whose steps can be seen: accelerate's has no hooks of its own, and the one inside has."""
+    while not hasattr(optimizer, "_optimizer_step_pre_hooks") and isinstance(
+        inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer
+    ):
+        optimizer = inner
+    return optimizer
+
+
+def at_gradients(act: Callable[[], None], args: Any, kwargs: Any) -> Any:
+    """For a hook before the optimizer's step: ``act`` when gradients are there. That is now, or, where a closure makes
+    them inside the step, when it has been called for the first time; then what the step is called with instead."""
+    place = len(args) > 1
+    closure = args[1] if place else kwargs.get("closure")
+    if closure is None:
+        act()
+        return None
+    waiting = [act]
+
+    def followed() -> Any:
+        loss = closure()
+        if waiting:
+            waiting.pop()()
+        return loss
+
+    return ((args[0], followed, *args[2:]), kwargs) if place else (args, {**kwargs, "closure": followed})
+
+
+def sampled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
+    """A few trainable parameters, the optimizer's own where it owns some of the model, with a part of what they are."""
+    trained = [p for p in model.parameters() if p.requires_grad and p.numel() and p.layout == torch.strided]
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    asked = [p for p in trained if id(p) in owned] or trained
+    return [(p, entries(p).clone()) for p in asked[:: max(1, len(asked) // FEW)][:FEW]]
+
+
+def entries(p: Tensor) -> Tensor:
+    """Up to SAMPLE entries, evenly spread."""
+    flat = p.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // SAMPLE)]
