@@ -34,10 +34,6 @@ _UNREAD = (
 _CONV1D_TYPES = {"LORA", "IA3", "VERA"}  # the types whose PEFT layers accept GPT-2's Conv1D
 
 
-def _has_conv1d(adapter: Adapter) -> bool:
-    return any(slot.layer.kind == "conv1d" for slot in adapter.slots.values())
-
-
 def target_modules(model: nn.Module, modules: Mapping[str, Any]) -> list[str]:
     """The shortest list of names that selects exactly these modules by PEFT's rule (a path or its tail)."""
     names = linears(model)
@@ -124,16 +120,17 @@ def peft_files(
     """
     if adapter.scale == 0.0:
         return None, "the scale is 0, so the adapter has no effect: set its scale and save again"
-    config, own = common_config(adapter, base_model), adapter.variant.peft_config()
-    refused = own is not None and own["peft_type"] not in _CONV1D_TYPES and _has_conv1d(adapter)
+    config, own, kind = common_config(adapter, base_model), adapter.variant.peft_config(), adapter.variant.peft_type
+    conv1d = any(slot.layer.kind == "conv1d" for slot in adapter.slots.values())
+    refused = own is not None and kind not in _CONV1D_TYPES and conv1d
     if own is not None and adapter.scale == 1.0 and not refused:
         tensors = {f"base_model.{k}": v for k, v in adapter.variant.shared_to_peft(shared).items()}
         for path, slot in adapter.adapted.items():
             for suffix, value in adapter.variant.to_peft(slot.whole(), slot.layer).items():
                 tensors[f"{PREFIX}{path}.{suffix}"] = value.float()
-        if own["peft_type"] == "IA3" and own.pop("feedforward"):
+        if kind == "IA3" and own.pop("feedforward"):
             own["feedforward_modules"] = config["target_modules"]
-        return (config | own, tensors | _saved_tensors(adapter)), f"as PEFT's {own['peft_type']}"
+        return (config | {"peft_type": kind} | own, tensors | _saved_tensors(adapter)), f"as PEFT's {kind}"
     factors = lora_factors(adapter)
     if factors is None:
         gated = "" if adapter.scale == 1.0 else f" at scale {adapter.scale:g}"
@@ -230,8 +227,7 @@ def variant_of(config: Mapping[str, Any]) -> Variant:
             f"this PEFT adapter trains biases (bias={config['bias']!r}), which is not supported; use bias='none'"
         )
     for cls in VARIANTS.values():
-        variant = cls.from_peft_config(config)
-        if variant is not None:
+        if cls.peft_type == config.get("peft_type") and (variant := cls.from_peft_config(config)) is not None:
             return variant
     init = config.get("init_lora_weights")
     if config.get("peft_type") == "LORA" and isinstance(init, str):
@@ -249,7 +245,7 @@ def read_peft(
 ) -> tuple[Variant, dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]]]:
     """(variant, tensors per adapted module, values per module trained ``whole``) from a PEFT checkpoint; strict."""
     variant = variant_of(config)
-    suffixes = sorted(variant.peft_suffixes(), key=len, reverse=True)
+    suffixes = sorted(variant.peft_names.values(), key=len, reverse=True)
     groups: dict[str, dict[str, Tensor]] = {}
     shared: dict[str, Tensor] = {}
     values: dict[str, dict[str, Tensor]] = {path: {} for path in whole}

@@ -14,7 +14,7 @@ takes the gate's ``scale`` c; c = 1 is the trained adapter. At c = 0 the runtime
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar, TypeVar
 
@@ -30,6 +30,7 @@ from earnest.registry import Registry
 from earnest.settings import Checked, FieldProblem, make
 
 Tensors = Mapping[str, Tensor]
+WeightAndBias = tuple[Tensor, Tensor | None]
 __getattr__ = old_names(globals(), {"Birth": "Initialization"})
 
 
@@ -72,6 +73,8 @@ class Variant(Checked):
     detached: ClassVar[str] = ""  # what the method holds fixed in the derivative, which then is not the exact one
     cheap: ClassVar[bool] = False  # factors() costs nothing, so sampling does not cache them
     reads_base: ClassVar[bool] = False  # factors() computes with the base's weight in each pass
+    peft_type: ClassVar[str] = ""  # PEFT's name for the method, if PEFT has it
+    peft_names: ClassVar[Mapping[str, str]] = {}  # tensor -> PEFT's key after the module path
     examples: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # rows of the conformance table: label -> small settings
     _uses: ClassVar[frozenset[str]] = frozenset()
 
@@ -83,7 +86,7 @@ class Variant(Checked):
                 setattr(cls, new, vars(cls)[old])
             elif new in vars(cls):
                 setattr(cls, old, vars(cls)[new])  # for super().birth() in a subclass
-        hooks = ("before", "factors", "after", "replace", "experts", "weight", "from_peft")
+        hooks = ("before", "factors", "after", "replace", "experts", "weight")
         cls._uses = frozenset(h for h in hooks if getattr(cls, h) is not getattr(Variant, h))
 
     @property
@@ -92,7 +95,7 @@ class Variant(Checked):
 
     @classmethod
     def uses(cls, hook: str) -> bool:
-        """Whether this class defines one of: before, factors, after, replace, experts, weight, from_peft."""
+        """Whether this class defines one of: before, factors, after, replace, experts, weight."""
         return hook in cls._uses
 
     # -- 1 and 2 -----------------------------------------------------------------------------------------------------
@@ -134,9 +137,7 @@ class Variant(Checked):
         raise TypeError(f"variant {self.name} has no form for experts")
 
     # -- 4 -----------------------------------------------------------------------------------------------------------
-    def weight(
-        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight(self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float) -> WeightAndBias:
         """(W', b') in fp32 from (W, b) in fp32: what ``merge`` writes."""
         return w + self.factors(t, layer, scale).plain().dense(), b
 
@@ -173,13 +174,12 @@ class Variant(Checked):
 
     # -- PEFT's own format for this variant, where PEFT has one ------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
-        """PEFT's config fields (peft_type and the method's own), or None: then it is written as a LoRA if that is
-        exact."""
+        """The method's own fields of PEFT's config, or None: then it is written as a LoRA if that is exact."""
         return None
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
-        """Key suffix after the module path -> tensor."""
-        return {}
+        """PEFT's key after the module path -> tensor."""
+        return {theirs: t[own] for own, theirs in self.peft_names.items()}
 
     def shared_to_peft(self, shared: Tensors) -> dict[str, Tensor]:
         """Model-wide key -> tensor."""
@@ -187,20 +187,16 @@ class Variant(Checked):
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        """The variant that a PEFT config describes, or None if the config is not of this class."""
+        """The variant that a PEFT config of this ``peft_type`` describes, or None if it is not of this class."""
         return None
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
-        """The layer's tensors from PEFT's (keyed by suffix)."""
-        raise TypeError(f"variant {self.name} is not read from PEFT's format")
+        """The layer's tensors from PEFT's, by PEFT's key after the module path."""
+        return {own: tensors[theirs] for own, theirs in self.peft_names.items()}
 
     def as_read(self) -> Variant:
         """The variant to use after reading from PEFT's format."""
         return self
-
-    def peft_suffixes(self) -> Sequence[str]:
-        """Key suffixes that PEFT writes for one module."""
-        return ()
 
     def settings(self) -> dict[str, Any]:
         return {f.name: getattr(self, f.name) for f in fields(self)}

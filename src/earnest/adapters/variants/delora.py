@@ -8,7 +8,7 @@ has no gradient at step 1. ``init="zero"`` is PEFT's: B = 0, norms clamped at 1e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -48,6 +48,8 @@ class DeLoRA(Variant):
     equation = "y = Wx + b + (λ/r)·[N(A,B) − N(A₀,B₀)] x,  N = B diag(1/‖a‖‖b‖) A diag(‖W_:j‖)"
     lr = 1e-2
     lr_source = "arXiv 2503.18225 (1e-2 and λ₀ = 8 for language models)"
+    peft_type = "DELORA"
+    peft_names: ClassVar = {"A": "delora_A", "B": "delora_B", "lam": "delora_lambda", "w_norm": "delora_w_norm"}
     examples: ClassVar = {"delora": {"rank": 4}, "delora (zero)": {"rank": 4, "init": "zero"}}
 
     @property
@@ -91,22 +93,8 @@ class DeLoRA(Variant):
         return 2 * self.rank if self.copies else self.rank
 
     def peft_config(self) -> dict[str, Any] | None:
-        if self.copies:
-            return None
-        return {"peft_type": "DELORA", "r": self.rank, "delora_lambda": self.lam, "bias": "none"}
-
-    def peft_suffixes(self) -> Sequence[str]:
-        return ("delora_A", "delora_B", "delora_lambda", "delora_w_norm")
-
-    def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
-        return {"delora_A": t["A"], "delora_B": t["B"], "delora_lambda": t["lam"], "delora_w_norm": t["w_norm"]}
+        return None if self.copies else {"r": self.rank, "delora_lambda": self.lam, "bias": "none"}
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        if config.get("peft_type") != "DELORA":
-            return None
         return DeLoRA(int(config["r"]), float(config["delora_lambda"]), "zero")
-
-    def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
-        names = {"A": "delora_A", "B": "delora_B", "lam": "delora_lambda", "w_norm": "delora_w_norm"}
-        return {ours: tensors[theirs] for ours, theirs in names.items()}

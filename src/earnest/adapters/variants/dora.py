@@ -11,7 +11,7 @@ directly, without cancellation. With several adapters on a layer, W is the base 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -22,7 +22,7 @@ from torch import Tensor
 from earnest.adapters.gains import gained
 from earnest.adapters.layer import Layer
 from earnest.adapters.runtime import cached
-from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, register
+from earnest.adapters.variant import Initialization, Spec, Tensors, Variant, WeightAndBias, register
 from earnest.adapters.variants.lora import LoRA
 
 
@@ -39,6 +39,7 @@ class DoRA(LoRA):
     lr = 1e-4
     lr_source = "PEFT's MetaMathQA comparison (46.9 % at 1e-4, r = 32)"
     detached = "the norm ‖V‖ (section 4.3 of the paper)"
+    peft_names: ClassVar = LoRA.peft_names | {"dm": "lora_magnitude_vector"}
     examples: ClassVar = {"dora": {"rank": 4}}
 
     def specs(self, layer: Layer) -> dict[str, Spec]:
@@ -70,9 +71,7 @@ class DoRA(LoRA):
         scaled = gained(y, e)
         return scaled if bias is None else scaled - (e * bias).to(y.dtype)
 
-    def weight(
-        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight(self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float) -> WeightAndBias:
         e = self.gain_minus_one(t, layer, scale)
         new = (1 + e)[:, None] * (w + self.factors(t, layer, scale).dense())
         if b is None:
@@ -91,9 +90,6 @@ class DoRA(LoRA):
         base = super().peft_config()
         assert base is not None
         return base | {"use_dora": True}
-
-    def peft_suffixes(self) -> Sequence[str]:
-        return (*super().peft_suffixes(), "lora_magnitude_vector")
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
         return super().to_peft(t, layer) | {"lora_magnitude_vector": t["w2"].sqrt() * (1 + t["dm"])}

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer, is_dense
 from earnest.adapters.targets import owners
-from earnest.adapters.variant import Spec, Tensors, Variant, register
+from earnest.adapters.variant import Spec, Tensors, Variant, WeightAndBias, register
 from earnest.models.quantised import QuantisedLinear
 from earnest.settings import setting
 
@@ -72,9 +72,7 @@ class Full(Variant):
     def replace(self, t: Tensors, name: str, value: Tensor, scale: float) -> Tensor:
         return torch.add(value, t[name], alpha=scale)
 
-    def weight(
-        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight(self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float) -> WeightAndBias:
         change = t["weight"].t() if layer.kind == "conv1d" else t["weight"]
         return torch.add(w, change, alpha=scale), b if b is None else torch.add(b, t["bias"], alpha=scale)
 

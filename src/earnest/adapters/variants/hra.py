@@ -13,7 +13,7 @@ members of a pair get opposite gradients that are not 0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +52,8 @@ class HRA(Variant):
     lr = 1e-3
     lr_source = "an angle: ‖u‖ = 1 at initialization, so one AdamW step turns u by about lr·√n"
     reads_base = True
+    peft_type = "HRA"
+    peft_names: ClassVar = {"dU": "hra_u"}
     examples: ClassVar = {"hra": {"rank": 4}}
 
     def check(self, layer: Layer) -> None:
@@ -86,17 +88,14 @@ class HRA(Variant):
         return 2 * self.rank
 
     def peft_config(self) -> dict[str, Any] | None:
-        return {"peft_type": "HRA", "r": self.rank, "apply_GS": False, "bias": "none"}
-
-    def peft_suffixes(self) -> Sequence[str]:
-        return ("hra_u",)
+        return {"r": self.rank, "apply_GS": False, "bias": "none"}
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
         return {"hra_u": (t["U0"] + t["dU"]).t()}
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        return HRA(int(config["r"])) if config.get("peft_type") == "HRA" else None
+        return HRA(int(config["r"]))
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
         u = _unit(tensors["hra_u"].t())  # only directions matter

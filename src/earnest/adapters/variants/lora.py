@@ -8,7 +8,7 @@ parameter, for all experts at once, so it works with every kernel for experts, a
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -51,6 +51,8 @@ class LoRA(Variant):
     lr = 1e-4
     lr_source = "PEFT's MetaMathQA comparison (47.8 % at 1e-4, r = 32)"
     cheap = True
+    peft_type = "LORA"
+    peft_names: ClassVar = {"A": "lora_A.weight", "B": "lora_B.weight"}
     examples: ClassVar = {
         "lora": {"rank": 4},
         "lora (rs)": {"rank": 4, "rslora": True},
@@ -102,7 +104,6 @@ class LoRA(Variant):
     # -- PEFT ----------------------------------------------------------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
         return {
-            "peft_type": "LORA",
             "r": self.rank,
             "lora_alpha": self.alpha,
             "use_rslora": self.rslora,
@@ -112,27 +113,24 @@ class LoRA(Variant):
             "bias": "none",
         }
 
-    def peft_suffixes(self) -> Sequence[str]:
-        return ("lora_A.weight", "lora_B.weight")
-
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
         if isinstance(layer, ExpertsLayer):
             return _experts_to_peft(t, layer)
-        return {"lora_A.weight": t["A"], "lora_B.weight": t["B"]}
+        return super().to_peft(t, layer)
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
         init = config.get("init_lora_weights", True)
         # Inits that leave the base weight as it is; the others (pissa, olora, corda, …) change it.
         plain = init in (True, False, "gaussian", "orthogonal", "eva")
-        if config.get("peft_type") != "LORA" or config.get("use_dora") or not plain:
+        if config.get("use_dora") or not plain:
             return None
         return LoRA(int(config["r"]), float(config["lora_alpha"]), bool(config.get("use_rslora", False)))
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
         if isinstance(layer, ExpertsLayer):
             return _experts_from_peft(tensors, layer)
-        return {"A": tensors["lora_A.weight"], "B": tensors["lora_B.weight"]}
+        return super().from_peft(layer, tensors, shared)
 
 
 def _experts_to_peft(t: Tensors, layer: ExpertsLayer) -> dict[str, Tensor]:

@@ -7,7 +7,7 @@ exact branch is the transpose, so Q changes sign on the way to and from such a f
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer
 from earnest.adapters.linalg import cayley_minus_identity, skew
 from earnest.adapters.runtime import cached
-from earnest.adapters.variant import Spec, Tensors, Variant, register
+from earnest.adapters.variant import Spec, Tensors, Variant, WeightAndBias, register
 from earnest.settings import setting
 
 SERIES_TOLERANCE = 1e-4
@@ -49,6 +49,8 @@ class OFT(Variant):
     equation = "y = W Rᵀ x + b,  R = (I−Q)⁻¹(I+Q) in blocks"
     lr = 1e-4
     lr_source = "PEFT's MetaMathQA comparison (49.1 % at 1e-4)"
+    peft_type = "OFT"
+    peft_names: ClassVar = {"q": "oft_R.weight"}
     examples: ClassVar = {"oft": {"block": 8}}
 
     def check(self, layer: Layer) -> None:
@@ -73,16 +75,13 @@ class OFT(Variant):
             return torch.einsum("ngk,gkc->ngc", shaped, off).reshape(x.shape)
         return x + torch.einsum("ngk,gkc->ngc", shaped, off.to(x.dtype)).reshape(x.shape)
 
-    def weight(
-        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight(self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float) -> WeightAndBias:
         off = self._off(t, scale)
         shaped = w.view(w.shape[0], off.shape[0], self.block)
         return w + torch.einsum("mgc,gkc->mgk", shaped, off).reshape(w.shape), b
 
     def peft_config(self) -> dict[str, Any] | None:
         return {
-            "peft_type": "OFT",
             "r": 0,
             "oft_block_size": self.block,
             "use_cayley_neumann": False,
@@ -90,16 +89,11 @@ class OFT(Variant):
             "bias": "none",
         }
 
-    def peft_suffixes(self) -> Sequence[str]:
-        return ("oft_R.weight",)
-
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
         return {"oft_R.weight": -t["q"]}
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        if config.get("peft_type") != "OFT":
-            return None
         block = int(config.get("oft_block_size") or 0)
         if block <= 0:
             raise AdapterError("this PEFT OFT adapter gives r but no oft_block_size; save it again with PEFT ≥ 0.17.")

@@ -12,7 +12,7 @@ gradient at step 1.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -44,6 +44,8 @@ class PiSSA(Variant):
     lr = 1e-5
     lr_source = "a tenth of LoRA's: its sharpest direction is about ten times as curved, arXiv 2602.04998"
     cheap = True
+    peft_type = "LORA"
+    peft_names: ClassVar = {"dA": "lora_A.weight", "dB": "lora_B.weight"}
     examples: ClassVar = {"pissa": {"rank": 4}, "pissa (α, fast)": {"rank": 4, "alpha": 8.0, "niter": 3}}
 
     @property
@@ -74,13 +76,10 @@ class PiSSA(Variant):
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        if config.get("peft_type") != "LORA" or config.get("init_lora_weights") != "pissa" or config.get("use_dora"):
+        if config.get("init_lora_weights") != "pissa" or config.get("use_dora"):
             return None  # pissa_niter_k: the file does not record which random SVD was subtracted
         r, alpha = int(config["r"]), float(config["lora_alpha"])
         return PiSSA(r, alpha * math.sqrt(r) if config.get("use_rslora") else alpha)
-
-    def peft_suffixes(self) -> Sequence[str]:
-        return ("lora_A.weight", "lora_B.weight")
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:
         # B₀A₀ is the truncated W for any signs of the singular vectors, so ΔW is exact.

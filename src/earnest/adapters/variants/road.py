@@ -12,7 +12,7 @@ bias is rotated too.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.gains import turned
 from earnest.adapters.layer import Layer
 from earnest.adapters.runtime import cached
-from earnest.adapters.variant import Spec, Tensors, Variant, register
+from earnest.adapters.variant import Spec, Tensors, Variant, WeightAndBias, register
 from earnest.settings import setting
 
 _SIZE = {"road_1": 0.5, "road_2": 1, "road_4": 2}
@@ -50,6 +50,8 @@ class ROAD(Variant):
     equation = "y = α cosθ∘(Wx+b) + α sinθ∘rotate_half(Wx+b)"
     lr = 1e-3
     lr_source = "PEFT's MetaMathQA comparison (38.5 % at 1e-3, road_2)"
+    peft_type = "ROAD"
+    peft_names: ClassVar = {"theta": "road_theta", "dalpha": "road_alpha"}
     examples: ClassVar = {
         "road": {"group": 8},
         "road_2": {"kind": "road_2", "group": 8},
@@ -82,25 +84,18 @@ class ROAD(Variant):
             return turned(y, *self.columns(t, scale))
         return turned(y, *cached(layer, "road", t, scale, lambda: torch.stack(self.columns(t, scale))))
 
-    def weight(
-        self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float
-    ) -> tuple[Tensor, Tensor | None]:
+    def weight(self, t: Tensors, layer: Layer, w: Tensor, b: Tensor | None, scale: float) -> WeightAndBias:
         e1, e2 = self.columns(t, scale)
         return turned(w.t(), e1, e2).t().contiguous(), None if b is None else turned(b, e1, e2)
 
     def peft_config(self) -> dict[str, Any] | None:
-        return {"peft_type": "ROAD", "variant": self.kind, "group_size": self.group}
-
-    def peft_suffixes(self) -> Sequence[str]:
-        return ("road_theta", "road_alpha")
+        return {"variant": self.kind, "group_size": self.group}
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
         return {"road_theta": t["theta"], "road_alpha": 1 + t["dalpha"]}
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        if config.get("peft_type") != "ROAD":
-            return None
         return ROAD(config.get("variant", "road_1"), int(config.get("group_size", 64)))
 
     def from_peft(self, layer: Layer, tensors: Tensors, shared: Tensors) -> dict[str, Tensor]:

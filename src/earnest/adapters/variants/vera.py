@@ -7,7 +7,7 @@ and B[:m].
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -36,6 +36,8 @@ class VeRA(Variant):
     equation = "y = Wx + b + λ_b∘B(λ_d∘A x)"
     lr = 1e-3
     lr_source = "PEFT's MetaMathQA comparison (35.4 % at 1e-3, r = 256)"
+    peft_type = "VERA"
+    peft_names: ClassVar = {"lb": "vera_lambda_b", "dld": "vera_lambda_d"}
     examples: ClassVar = {"vera": {"rank": 16}, "vera (λ_b)": {"rank": 16, "freeze_d": True}}
     shared = frozenset({"A", "B"})
 
@@ -72,7 +74,6 @@ class VeRA(Variant):
 
     def peft_config(self) -> dict[str, Any] | None:
         return {
-            "peft_type": "VERA",
             "r": self.rank,
             "d_initial": self.d_initial,
             "projection_prng_key": 0,
@@ -80,9 +81,6 @@ class VeRA(Variant):
             "vera_dropout": 0.0,
             "bias": "none",
         }
-
-    def peft_suffixes(self) -> Sequence[str]:
-        return ("vera_lambda_b", "vera_lambda_d")
 
     def to_peft(self, t: Tensors, layer: Layer) -> dict[str, Tensor]:
         return {"vera_lambda_b": t["lb"], "vera_lambda_d": self._d(t)}
@@ -92,8 +90,6 @@ class VeRA(Variant):
 
     @classmethod
     def from_peft_config(cls, config: Mapping[str, Any]) -> Variant | None:
-        if config.get("peft_type") != "VERA":
-            return None
         if not config.get("save_projection", True):
             raise AdapterError(
                 "this VeRA file holds no projections, only a seed of PEFT's; save it with save_projection=True."
