@@ -87,7 +87,7 @@ SMOLLM2: dict[str, Any] = {
     "model": "smollm2",
     "chat_template": str(nano_folder() / "chat_template.jinja"),
     "adapter": {"kind": "lora", "rank": 8, "targets": ["q_proj", "v_proj"], "layers": list(range(20, 30))},
-    "optimizer": {"kind": "adamw", "lr": 2e-3},
+    "optimizer": {"kind": "adamw", "lr": 1e-3},
     "sampling": {"prompts_per_step": 4, "completions_per_prompt": 4, "max_new_tokens": 40, "temperature": 1.0},
     "turns": {"max_turns": 2},
 }
@@ -332,8 +332,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--tasks", nargs="*", choices=OWN + VERIFIERS, help="default: those in the list above")
     parser.add_argument("--arms", nargs="*", choices=CHANNELS, help="of channels; default: all")
     parser.add_argument("--seeds", nargs="*", type=int, help="default: 0 to 4, 0 to 2 for SmolLM2")
-    parser.add_argument("--steps", type=int, help="default: 40, 8 for SmolLM2")
-    parser.add_argument("--prompts", type=int, help="held-out prompts, 2 conversations each (64, 24 for SmolLM2)")
+    parser.add_argument("--steps", type=int, help="default: 40, 16 for SmolLM2")
+    parser.add_argument("--prompts", type=int, help="held-out prompts, 2 conversations each (64)")
     parser.add_argument("--json", type=Path, help="default: benchmarks/results/agents_learn_WHAT.json")
     parser.add_argument("--from", dest="earlier", type=Path, nargs="*", help="print the table of these JSON files")
     args = parser.parse_args(argv)
@@ -344,7 +344,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(1)
     small = args.what == "smollm2"
     seeds = range(3 if small else 5) if args.seeds is None else args.seeds
-    args.steps, args.prompts = args.steps or (8 if small else 40), args.prompts or (24 if small else 64)
+    args.steps, args.prompts = args.steps or (16 if small else 40), args.prompts or 64
     sys.path.insert(0, str(ENVIRONMENTS))
     place = args.json or Path(f"benchmarks/results/agents_learn_{args.what}.json")
     arms = CHANNELS if args.what == "channels" else {"GRPO": [GRPO]}
