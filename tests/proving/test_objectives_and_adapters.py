@@ -262,7 +262,6 @@ class Uncapped(en.GRPO):
     ("term", "law", "subject"),
     [
         (OffByOne(clip=0.2), "MR", "metric ratio, policy unchanged"),
-        (OffByOne(clip=0.2), "MR-FORM", "metric ratio, recomputed"),
         (SharesOf(clip=0.2), "MR", "metric clip_low"),
         (NoProximal(clip=0.2), "IG", "input proximal (proximal)"),
         (Uncapped(clip=0.2, correction=en.TruncatedIS(cap=1.5)), "KG", "setting grpo.correction.cap"),

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
-from earnest_audit.laws import LAWS, metrics
+from earnest_audit.laws import LAWS
 from earnest_audit.subjects import LAWS as SUBJECTS
 
-PARTS = {metrics.LAW: (metrics.FORM,)}  # whose rows come from the evaluations of another law
-ALL = (*(part for law in LAWS for part in (law, *PARTS.get(law, ()))), *SUBJECTS)
+ALL = (*LAWS, *SUBJECTS)
 
 
 def table() -> str:

@@ -1,5 +1,7 @@
 """IG: The gradient depends on every declared input; the reference is deterministic and does not move when the policy
-does.
+does. Old values of a critic matter from far away, too.
+
+max((v - R)², (clipped v - R)²) depends on old values that are far from every return; the minimum of the two does not
 
 Needs: roles; reference=… for the reference policy
 How: Each input is changed, from a perturbed, off-policy state; the gradient must change. Signals and labels are changed
@@ -8,11 +10,13 @@ without a role that the loss never reads are listed as "not declared".
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
-Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534
+Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534, openai/baselines #765
+(a clipped value loss that takes the smaller error)
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +30,7 @@ from earnest_audit.probe import Change, Probe, seeded, settings_text
 from earnest_audit.step import Step
 
 CONTEXT = ("ids", "attention", "chosen", "rejected", "chosen_attention", "rejected_attention")
+FAR = 1e3  # times the largest value or return: no clip range reaches there
 
 
 def check(probe: Probe) -> Rows:
@@ -41,11 +46,29 @@ def check(probe: Probe) -> Rows:
         for role, changes in _edits(probe, base):
             key = step.roles[role]
             yield probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
+        if {"values", "returns"} <= step.roles.keys() and "rewards" not in step.roles:
+            yield from _far_values(probe, base)
     yield from _never_read(probe)
     if step.reference is not None:
         yield from _reference_stays(probe, step.reference)
     elif {"reference", "reference_chosen"} & step.roles.keys():
         yield LAW.not_declared("the reference policy", "reference=lambda: …, the reference's log-probs,")
+
+
+def _far_values(probe: Probe, base: edits.Batch) -> Rows:
+    """Of two sets of old values, both far from every return, each has a loss of its own."""
+    key, returns = (probe.step.roles[r] for r in ("values", "returns"))
+    size = FAR * max(1.0, *(float(base[k].float().abs().max()) for k in (key, returns)))
+    sign = edits.noise_like(base[key], edits.generator(probe.step, 71)).sign()
+    one, two = (probe.look({**base, key: (n * size * sign).to(base[key].dtype)}).loss for n in (1, 2))
+    if math.isfinite(one) and math.isfinite(two):
+        yield LAW.finding(
+            f"input values ({key}), far away", f"the loss is {one:.4g} with one set, {two:.4g} with another",
+            "not the same", abs(two - one) > 4 * probe.noise() * abs(one),
+            "Old values that are a thousand times too large do not matter, so of the plain and the clipped value error "
+            "the smaller one counts: a pessimistic clip takes the maximum. With the minimum, values that went the "
+            "wrong way are never corrected.",
+        )  # fmt: skip
 
 
 def _meaning(role: str, key: str) -> str:

@@ -7,10 +7,8 @@ Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, wei
 every term: the setting that weighs it, or 1.0
 How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
 and accuracies have a range by their names. Then each term by itself: what a thousand times its weight adds to the loss.
-Law MR-FORM uses the same evaluations.
-Exceptions: Counts and settings are constant by nature; only declared metrics, clipped shares and accuracies of pairs
-must vary, unless Metric(moves=False) declares otherwise. A metric with another normaliser than its term does not add
-up; then declare no weight of 1.0.
+Exceptions: Counts and settings are constant by nature; only declared metrics must vary, unless Metric(moves=False)
+declares otherwise. A metric with another normaliser than its term does not add up; then declare no weight of 1.0.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always
 0, mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
@@ -21,40 +19,23 @@ import math
 import re
 
 import torch
-from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.clipping import clip_range
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.step import Raises
 from earnest_audit.verdict import Finding
 
-RECOMPUTED = """MR-FORM: A KL, a ratio or a clipped share is one of the quantities that its name may mean.
-
-k1, k2, k3, |·|, their opposites; plain or weighed by the ratio; mean over tokens or rows, or sum
-
-Needs: a metric with a usual name (approx_kl, ratio, clip_fraction, kl); roles behaviour or reference; logprobs=fn
-How: The usual definitions are computed from the log-probs and compared with what is logged.
-Exceptions: There are many definitions, and a correct metric that is none of the usual ones is accused. Steps that drop
-tokens are not checked.
-Detects: a KL whose mask, sign or normaliser is off
-"""
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
 # are one.
 UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
-
-
 SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies", "rate"}  # between 0 and 1, declared or not
 NOT_SHARES = {"learning", "lr", "decay", "growth", "sampling", "token", "tokens", "step"}  # such rates may be anything
 RATIOS = {"ratio", "prob", "probability", "importance", "likelihood", "policy", "clip"}  # of these, never below 0
-PAIRED = {"rewards", "reward", "pair", "pairs", "preference", "accuracy", "accuracies", "train"}
 SPREADS = {"mean", "avg", "min", "max"}  # what stands after such a name
-# Metrics that compare it with the reference, where that is given as the sampled tokens' log-probs.
-REFERENCE = ("kl", "ref_kl", "kl_ref", "reference_kl", "kl_loss", "kl_penalty")
 
 
 def check(probe: Probe) -> Rows:
@@ -71,20 +52,46 @@ def check(probe: Probe) -> Rows:
     wild = [n for n, v in found.items() if not math.isfinite(v)]
     why = f"{', '.join(wild)} is NaN or infinite on a good batch."
     yield LAW.finding(f"{len(found)} metrics", f"{len(wild)} not finite", "all finite", not wild, why)
-    states = [found]
-    for size in (0.05, 1.0):
-        with probe.perturbed(size):
-            states.append(dict(probe.look(probe.off_policy()).metrics))
-    # The opposite policy: what a threshold metric needs to move.
-    with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
-        states.append(dict(probe.look(probe.off_policy()).metrics))
-    yield from _ranges(probe, states)
-    yield from _moves(probe, states)
+    if missing := [n for n in (*step.metrics, *step.terms, *step.fixed) if n not in found]:
+        why = f"{missing[0]} is declared and the step does not return it."
+        raise Ends(LAW.finding(f"metric {missing[0]}", "never returned", "returned", False, why))
+    yield from _in_states(probe, found)
     with probe.perturbed():
         if step.logprobs is not None and step.ratio_role in step.roles:
             yield from _unchanged(probe)
         if step.fixed:
             yield from _sums(probe)
+
+
+def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
+    """Metrics near and far away, and of the opposite policy (what a threshold metric needs to move): each stays in its
+    range, and declared ones vary."""
+    step, states = probe.step, [found]
+    for size in (0.05, 1.0):
+        with probe.perturbed(size):
+            states.append(dict(probe.look(probe.off_policy()).metrics))
+    with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
+        states.append(dict(probe.look(probe.off_policy()).metrics))
+    for name, (low, high) in {**step.metrics, **_shares(probe, found)}.items():
+        seen = [s[name] for s in states if name in s]
+        room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
+        inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
+        yield LAW.finding(
+            f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{low}, {high}]", inside,
+            f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
+            "denominator).",
+        )  # fmt: skip
+    for name in dict.fromkeys([*step.terms, *(m for m in step.metrics if m not in step.still)]):
+        seen = [s[name] for s in states if name in s]
+        for size in (0.3, 3.0, 10.0):
+            if len(set(seen)) == 1:
+                with probe.perturbed(size):
+                    seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
+        yield LAW.finding(
+            f"metric {name}", f"{len(set(seen))} values in {len(seen)} far-off states", "it moves", len(set(seen)) > 1,
+            f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
+            "sets, or 0 by construction.",
+        )  # fmt: skip
 
 
 def _sums(probe: Probe) -> Rows:
@@ -93,8 +100,6 @@ def _sums(probe: Probe) -> Rows:
     weights = dict.fromkeys(step.fixed, 1.0)
     for metric, term in step.terms.items():
         weights[metric] = -float(step.knobs[term.knob]) if isinstance(term, Raises) else float(step.knobs[term])
-    if missing := [m for m in weights if m not in reading.metrics]:
-        raise Ends(_never_returned(missing[0]))
     parts = {m: w * reading.metrics[m] for m, w in weights.items()}
     total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
     room = max(ROUNDED, probe.coarsest) * scale
@@ -138,59 +143,7 @@ def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | No
     return ranges
 
 
-def _must_move(probe: Probe, found: dict[str, float]) -> list[str]:
-    """Undeclared metrics that cannot stay constant over far-off states: the clipped share where there is a clip, and
-    the accuracy of pairs."""
-    step, (low, _) = probe.step, clip_range(probe)
-    clipped = low is not None and step.ratio_role in step.roles
-    names = []
-    for name in (n for n in _shares(probe, found) if n not in step.still):
-        short, words = name.lower().rsplit("/", 1)[-1], set(re.split(r"[^a-z]+", name.lower())) - {""}
-        pair = step.kind == "preference" and words & {"accuracy", "accuracies"} and words <= PAIRED
-        names += [name] if pair or (clipped and short.startswith("clip") and short in UNCHANGED) else []
-    return names
-
-
-def _ranges(probe: Probe, states: list[dict[str, float]]) -> Rows:
-    for name, (low, high) in {**probe.step.metrics, **_shares(probe, states[0])}.items():
-        seen = [s[name] for s in states if name in s]
-        if not seen:
-            yield _never_returned(name)
-            continue
-        room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
-        inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
-        yield LAW.finding(
-            f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{low}, {high}]", inside,
-            f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
-            "denominator).",
-        )  # fmt: skip
-
-
-def _never_returned(name: str) -> Finding:
-    why = f"{name} is declared and the step does not return it."
-    return LAW.finding(f"metric {name}", "never returned", "returned", False, why)
-
-
-def _moves(probe: Probe, states: list[dict[str, float]]) -> Rows:
-    declared = [*probe.step.terms, *(m for m in probe.step.metrics if m not in probe.step.still)]
-    for name in dict.fromkeys([*declared, *_must_move(probe, states[0])]):
-        seen = [s[name] for s in states if name in s]
-        if not seen:
-            yield _never_returned(name)
-            continue
-        for size in (0.3, 3.0, 10.0):
-            if len(set(seen)) == 1:
-                with probe.perturbed(size):
-                    seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
-        yield LAW.finding(
-            f"metric {name}", f"{len(set(seen))} values in {len(seen)} far-off states", "it moves", len(set(seen)) > 1,
-            f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
-            "sets, or 0 by construction.",
-        )  # fmt: skip
-
-
 def _unchanged(probe: Probe) -> Rows:
-    yield from _recomputed(probe)
     batch = on_policy(probe)
     found = probe.look(batch).metrics
     stored = [batch[probe.step.roles[r]] for r in edits.SAMPLERS if r in probe.step.roles]
@@ -207,86 +160,4 @@ def _unchanged(probe: Probe) -> Rows:
         )  # fmt: skip
 
 
-def _recomputed(probe: Probe) -> Rows:
-    """A KL or ratio between the two policies has few definitions; the logged number must be one of them."""
-    step = probe.step
-    batch = probe.off_policy()
-    now = probe.now().double()
-    mask = edits.taken(step, now, batch)
-    forms: dict[str, list[Tensor]] = {"kl": [], "ratio": [], "clip": []}
-    for role in (r for r in edits.SAMPLERS if r in step.roles):
-        gap = now - batch[step.roles[role]].double().reshape(now.shape)
-        forms["kl"] += [-gap, gap, gap.square() / 2, gap.exp() - 1 - gap, (-gap).exp() - 1 + gap, gap.exp() * gap]
-        forms["ratio"] += [gap.exp()]
-        forms["clip"] += _clipped(probe, gap, batch)
-    forms["reference"] = _to_reference(probe, now, batch, forms["ratio"])
-    for name, value in probe.look(batch).metrics.items():
-        short = name.lower().rsplit("/", 1)[-1]
-        kind = "ratio" if UNCHANGED.get(short) == 1.0 else "kl" if short.endswith("_kl") else "clip"
-        kind = "reference" if short in REFERENCE else kind
-        unknown = kind != "reference" and short not in UNCHANGED
-        if unknown or not forms[kind] or step.drops_tokens:  # over which tokens it is a mean is the loss's own affair
-            continue
-        known = [m for form in forms[kind] for m in _means(form, mask)]
-        if kind == "ratio":  # of whole sequences: the ratio of their products, or its geometric mean
-            known += [float(f.mean()) for form in forms[kind] for f in _sequences(form, mask)]
-        near = min(known, key=lambda k: abs(k - value))
-        # Of a KL to the reference there are many definitions, and a wide room would find one for any number.
-        room = max(1e-3 if kind == "reference" else 2e-2, 4 * probe.tolerance) * max(abs(near), 1e-2)
-        yield FORM.finding(
-            f"metric {name}, recomputed", f"{value:.4g}, the nearest definition gives {near:.4g}", "one of them",
-            abs(value - near) <= room,
-            f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a "
-            "normaliser is off.",
-        )  # fmt: skip
-
-
-def _to_reference(probe: Probe, now: Tensor, batch: edits.Batch, ratios: list[Tensor]) -> list[Tensor]:
-    """Estimates of the KL to the reference on the sampled tokens, plain or weighed by the ratio; also times the term's
-    own weight."""
-    step = probe.step
-    given = step.value("reference")
-    if given is None or given.shape != step.batch[step.roles[step.ratio_role]].shape:
-        return []
-    there = batch[step.roles["reference"]].double().reshape(now.shape)
-    plain = []
-    # Of the policy as it is, or (in the reward) as it sampled.
-    for here in (now, *(batch[step.roles[r]].double().reshape(now.shape) for r in edits.SAMPLERS if r in step.roles)):
-        gap = here - there
-        plain += [gap, -gap, gap.abs(), gap.square(), gap.square() / 2, (-gap).exp() - 1 + gap, gap.exp() - 1 - gap]
-    found = plain + [r * f for r in ratios for f in plain]
-    weights = {float(step.knobs[knob]) for metric, knob in step.weights.items() if "kl" in metric.lower()}
-    return found + [w * f for w in weights if w for f in found]
-
-
-def _sequences(ratio: Tensor, mask: Tensor) -> list[Tensor]:
-    rows = mask.sum(-1) > 0
-    logs = (ratio.log() * mask).sum(-1)[rows]
-    return [logs.exp(), (logs / mask.sum(-1)[rows]).exp()]
-
-
-def _clipped(probe: Probe, gap: Tensor, batch: edits.Batch) -> list[Tensor]:
-    """Tokens outside the clip range, on either side, or only where the clip acts on their advantage."""
-    low, high = clip_range(probe)
-    if low is None or high is None or "advantages" not in probe.step.roles:
-        return []
-    a = batch[probe.step.roles["advantages"]].double()
-    a = a[..., None] if a.ndim < gap.ndim else a
-    above, below = gap.exp() > 1 + high, gap.exp() < 1 - low
-    acting = (above & (a > 0)) | (below & (a < 0))
-    return [t.double() for t in (above | below, acting, above, below)]
-
-
-def _means(values: Tensor, mask: Tensor) -> list[float]:
-    rows = mask.sum(-1) > 0
-    by_row = (values * mask).sum(-1)[rows] / mask.sum(-1)[rows]
-    whole = (values * mask).sum()
-    return [float(whole / mask.sum()), float(by_row.mean()), float(whole), float(whole / rows.sum())]
-
-
-def _forms(probe: Probe) -> Rows:
-    return (row for row in check(probe) if row.law == FORM.code)
-
-
 LAW = Law("MR", "metrics", __doc__, check)
-FORM = Law("MR-FORM", "definitions of metrics", RECOMPUTED, _forms, tier="contrib")
