@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Step, audit
-from earnest_audit.law import Law
 from earnest_audit.laws import (
     metrics,
     pairs,
@@ -85,8 +84,8 @@ def test_an_undeclared_weight_must_be_declared_and_a_broken_side_is_no_weight() 
     settings = {"knobs": {"beta": 0.1, "alpha": 1.0}}
     found = audit(pair_step(with_nll, **settings), laws=[pairs.LAW]).findings
     (row,) = [f for f in found if f.subject == IDENTICAL]
-    assert row.outcome == "not declared" and "alpha" in row.meaning
-    assert judged(pair_step(halved, **settings))[IDENTICAL] != "holds"
+    assert row.outcome == "fails" and "declare its weight" in row.meaning
+    assert judged(pair_step(halved, **settings))[IDENTICAL] == "fails"
     assert judged(pair_step(halved, **settings, terms={NLL: "alpha"}))[IDENTICAL] == "fails"
 
 
@@ -107,8 +106,7 @@ def test_a_preference_may_be_the_term_and_the_likelihood_the_rest(dtype: torch.d
     declared = {"referred": False, "knobs": {"lam": 0.1}, "logprobs": averages, "dtype": dtype, "terms": {"or": "lam"}}
     assert judged(pair_step(orpo, **declared))[IDENTICAL] == "holds"
     assert judged(pair_step(one_sided, **declared))[IDENTICAL] == "fails"
-    found = judged(pair_step(orpo, **{**declared, "terms": {}}))
-    assert found[IDENTICAL] == "not declared"
+    assert judged(pair_step(orpo, **{**declared, "terms": {}}))[IDENTICAL] == "fails"
 
 
 def test_terms_that_are_the_whole_loss_add_up_to_it() -> None:
@@ -143,8 +141,9 @@ def of(form: Callable[[Tensor, Tensor, float], Tensor]) -> Any:
 
 
 @pytest.mark.parametrize("form", [sppo, nca, bco])
-def test_each_answer_by_itself_is_told_from_a_broken_pair(form: Any) -> None:
-    assert judged(pair_step(of(form)))[IDENTICAL] == "not declared"
+def test_each_answer_by_itself_must_be_declared(form: Any) -> None:
+    (row,) = [f for f in audit(pair_step(of(form)), laws=[pairs.LAW]).failures if f.subject == IDENTICAL]
+    assert "pairwise=False" in row.meaning
     found = judged(pair_step(of(form), pairwise=False))
     assert found[IDENTICAL] == "not applicable" and "fails" not in found.values()
 
@@ -192,41 +191,6 @@ def test_a_smoothed_half_with_a_wrong_sign_is_seen() -> None:
     assert judged(smoothed(1.0, 0.0))[subject] == "holds"
     assert judged(smoothed(1.0, 0.5))[subject] == "holds", "a target margin is not an error"
     assert judged(smoothed(-1.0, 0.0))[subject] == "fails"
-
-
-Data = Mapping[str, Any]
-
-
-def outcome(step: Step, law: Law, subject: str) -> str | None:
-    found = {f.subject: f.outcome for f in audit(step, laws=[law]).findings}
-    return found.get(subject)
-
-
-def _unreferred(loss: Any, dtype: torch.dtype = torch.float32, **more: Any) -> Step:
-    step = dpo_step(loss, dtype=dtype)
-    step.metrics = {}
-    step.roles = {r: k for r, k in step.roles.items() if "reference" not in r}
-    step.batch = {k: v for k, v in step.batch.items() if not k.startswith("ref")}
-    for name, value in more.items():
-        setattr(step, name, value)
-    step.__post_init__()
-    return step
-
-
-@pytest.mark.parametrize(("over", "expected"), [("chosen", "holds"), ("both", "fails")])
-def test_a_likelihood_beside_the_preference_is_of_the_chosen(over: str, expected: str) -> None:
-    """ORPO: the likelihood has weight 1, the preference λ."""
-
-    def loss(model: nn.Module, batch: Data, lam: float) -> tuple[Tensor, dict[str, Tensor]]:
-        chosen, rejected = sequence_logprobs(model, batch)
-        c, r = chosen / batch["chosen_mask"].sum(-1), rejected / batch["rejected_mask"].sum(-1)
-        odds = (c - torch.log1p(-c.exp())) - (r - torch.log1p(-r.exp()))
-        preference = -F.logsigmoid(odds).mean()
-        nll = -(c.mean() if over == "chosen" else (c.mean() + r.mean()) / 2)
-        return nll + lam * preference, {"preference": preference}
-
-    step = _unreferred(loss, knobs={"lam": 0.1}, terms={"preference": "lam"})
-    assert outcome(step, pairs.LAW, "the loss without its preference, answers swapped") == expected
 
 
 def test_pairs_that_were_right_stay_right() -> None:

@@ -9,8 +9,7 @@ Needs: roles teacher and student=fn; where another loss is mixed in, its weight,
 How: The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself. Then it
 puts all its probability on a token that the student finds unlikely.
 Exceptions: In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the
-teacher's entropy as its value. A weight named alpha may mix in a likelihood: the value that switches it off is searched
-and must then be declared.
+teacher's entropy as its value. A setting that mixes in a likelihood declares the value that switches it off, pure=….
 Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights,
 twinkle #112 and aprender #2153 (forward and reverse swapped)
 """
@@ -23,7 +22,7 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law, Rows
-from earnest_audit.laws.parts import Part, mixer, weakest
+from earnest_audit.laws.parts import Part, weakest
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
@@ -56,25 +55,14 @@ def check(probe: Probe) -> Rows:
         usual, loss = pull.part.loss(probe, base), pull.part.loss(probe, same)
         scale = max(abs(usual), 1e-12)
         least = -room * max(scale, 1.0) <= loss <= max(usual, 0.0) + room * max(scale, 1.0)
-        outcome = pull.size <= room and pull.finite and least
-        reads = not outcome and _reads_targets(probe, pull.part, same)
-        mixing = mixer(probe, pull.part, base, same, room) if reads else None
-        measured = f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull.size:.2g} of the usual"
-        if mixing is not None:
-            name, value = mixing
-            yield LAW.finding(
-                IDENTICAL, measured, "0 and 0", "not declared",
-                f"At {name} = {value:g} nothing is left: {name} mixes another loss in. Declare "
-                f'settings={{"{name}": Setting({step.knobs[name]}, pure={value})}} and the divergence alone is judged.',
-            )  # fmt: skip
-        else:
-            yield LAW.finding(
-                IDENTICAL, measured, "0 (or the teacher's entropy) and 0", outcome,
-                "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are "
-                "mixed in place of probabilities, supports differ, a temperature is applied to one side only, or "
-                "another term is in the loss: declare its weight, Metric(weight=setting), or Setting(value, pure=…) "
-                "where a setting mixes the two.",
-            )  # fmt: skip
+        yield LAW.finding(
+            IDENTICAL, f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull.size:.2g} of the usual",
+            "0 (or the teacher's entropy) and 0", pull.size <= room and pull.finite and least,
+            "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are mixed in "
+            "place of probabilities, supports differ, a temperature is applied to one side only, or another term is in "
+            "the loss: declare its weight, Metric(weight=setting), or Setting(value, pure=…) where a setting mixes the "
+            "two.",
+        )  # fmt: skip
     size = pull.usual.norm() if pull is not None else 0.0
     yield LAW.finding(
         "different distributions", f"cost {probe.read(base).loss:.2g}, gradient {size:.2g}", "not 0", size > 0,
@@ -84,20 +72,6 @@ def check(probe: Probe) -> Rows:
     if pull is not None:
         yield from _weights_swapped(probe, pull.part, key, own)
     yield from _direction(probe)
-
-
-def _reads_targets(probe: Probe, part: Part, same: edits.Batch) -> bool:
-    """Whether labels, or the last id of every row, which nothing is predicted from, have a part in what is left: where
-    they have none, no likelihood is mixed in."""
-    step = probe.step
-    ids, shown = step.value("ids"), step.value("attention")
-    if "labels" in step.roles or ids is None or ids.ndim != 2:
-        return True
-    places = torch.arange(ids.shape[1], device=ids.device)[None].expand_as(ids)
-    real = places if shown is None or shown.shape != ids.shape else torch.where(shown != 0, places, -1)
-    other = edits.other_ids(step, ids, places == real.amax(-1, keepdim=True))
-    change = part.gradient(probe, same).distance(part.gradient(probe, {**same, step.roles["ids"]: other}))
-    return change > max(probe.tolerance, 4 * probe.noise())
 
 
 def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:

@@ -15,7 +15,6 @@ Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import torch
@@ -63,29 +62,16 @@ def check(probe: Probe) -> Rows:
 
 
 def _order(probe: Probe, order: Tensor) -> Rows:
-    step = probe.step
-    shuffled = probe.change(edits.take_rows(step, order))
-    if shuffled > probe.tolerance and step.rows_interact:
-        # Rows that are paired with their neighbours by definition (KTO's mismatched answers) form a ring.
-        for how, turn in _block_orders(step.rows):
-            if probe.change(edits.take_rows(step, turn)) <= probe.tolerance:
-                why = f"moved the gradient by {shuffled:.2g}, {how} does not"
-                raise Ends(LAW.not_applicable(PERMUTED, why, "Rows interact by declaration."))
+    shuffled = probe.change(edits.take_rows(probe.step, order))
+    if shuffled > probe.tolerance and probe.step.rows_interact:
+        why = f"moved the gradient by {shuffled:.2g}"
+        raise Ends(LAW.not_applicable(PERMUTED, why, "Rows interact by declaration."))
     yield probe.same(
         PERMUTED, shuffled,
         "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
         "undone), or a statistic is broadcast along the wrong axis. Where rows belong together by their place (pairs "
         "that are stacked, groups one after the other), declare rows_interact=True.",
     )  # fmt: skip
-
-
-def _block_orders(rows: int) -> Iterator[tuple[str, Tensor]]:
-    """Orders that keep rows together that belong together by position."""
-    places = torch.arange(rows)
-    yield "a turn of the ring", places.roll(1)
-    for size in (s for s in range(2, rows // 2 + 1) if rows % s == 0):
-        yield f"another order of {size} rows each", places.reshape(-1, size).roll(1, 0).flatten()
-        yield f"another order in each of {size} parts", places.reshape(size, -1).roll(1, 1).flatten()
 
 
 def _twice(probe: Probe, whole: Gradient) -> Rows:
@@ -111,30 +97,18 @@ def _parts(probe: Probe) -> Rows:
     step = probe.step
     if step.rows_interact:
         raise Ends(LAW.not_applicable(WHOLE, "rows interact by declaration"))
-    apart = _elsewhere(probe, _either_side(step))
-    if apart is not None and apart.within(probe.tolerance) and _by_count(probe, apart):
-        raise Ends(LAW.finding(f"{WHOLE} (uneven, pairs on either side)", *_span_text(probe, apart), True))
     with probe.may_refuse(WHOLE, "a part of the rows cannot be run alone"):
         found = _cut(probe, step)
     if found is None:
         raise Ends(LAW.not_applicable(WHOLE, "a part has no finite gradient alone"))
     outcome = found.within(probe.tolerance)
-    if outcome and apart is not None:
-        yield LAW.finding(
-            "pairs on either side", _span_text(probe, apart)[0],
-            f"as before, {found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂",
-            apart.within(probe.tolerance) and _alike(apart, found, probe.tolerance),
-            "A pair's gradient depends on the other pairs: a hinge, a sigmoid or a clip is taken of the batch's "
-            "mean margin instead of each pair's own.",
-        )  # fmt: skip
+    measured = f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}"
+    expected = f"≤ {probe.tolerance:.2g}, no weight below 0"
     if not outcome and _grouped(step):
-        raise Ends(
-            LAW.not_applicable(WHOLE, f"off by {found.rest:.2g}", "Rows of a group are coupled by their rewards.")
-        )
-    measured, expected = _span_text(probe, found)
+        raise Ends(LAW.not_applicable(WHOLE, measured, "Rows of a group are coupled by their rewards."))
     if not outcome and step.terms_off and _term_by_term(probe):
         outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
-    if not outcome and (even := _elsewhere(probe, edits.even(step))) is not None and even.within(probe.tolerance):
+    if not outcome and (even := _even(probe)) is not None and even.within(probe.tolerance):
         # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
         # row has as many tokens, all these means are the same.
         raise Ends(LAW.finding(
@@ -169,48 +143,14 @@ def _term_by_term(probe: Probe) -> bool:
     return asked > 1
 
 
-def _either_side(step: Step) -> edits.Batch | None:
-    """Half of the pairs far on the wrong side of the reference, half farther on the right one: a hinge that is
-    taken per pair still has a gradient on the wrong ones, one of their mean on none."""
-    if not {"reference_chosen", "reference_rejected"} <= step.roles.keys():
-        return None
-    key = step.roles["reference_chosen"]
-    old: Tensor = step.batch[key]
-    side = torch.where(torch.arange(len(old), device=old.device) < (len(old) + 1) // 2, 1.0, -3.0)
-    far = old + (3 * old.float().abs().mean() * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
-    return {**step.batch, key: far}
-
-
-def _elsewhere(probe: Probe, batch: edits.Batch | None) -> Span | None:
-    """The cut of another batch; None where the loss refuses it, or lets go of all its rows."""
+def _even(probe: Probe) -> Span | None:
+    """The cut of the rows with equally many tokens each; None where the loss refuses them, or trains on none."""
+    batch = edits.even(probe.step)
     try:
         found = None if batch is None else _cut(probe, replace(probe.step, batch=batch))
     except Exception:  # the cut of the original rows reports what the loss refuses
         return None
     return None if found is None or found.alpha == found.beta == found.rest == 0 else found
-
-
-def _by_count(probe: Probe, found: Span) -> bool:
-    """Whether the parts have the weights of a mean or of a sum over rows."""
-    share = len(_uneven(probe.step)[0]) / probe.step.rows
-    room = found.room(probe.tolerance)
-    return any(
-        abs(found.alpha - a) <= room[0] and abs(found.beta - b) <= room[1] for a, b in ((share, 1 - share), (1.0, 1.0))
-    )
-
-
-def _alike(a: Span, b: Span, error: float) -> bool:
-    """Whether two batches are combinations of their parts with the same weights."""
-    rooms = zip(a.room(error), b.room(error), strict=True)
-    first, second = (sum(pair) for pair in rooms)
-    return abs(a.alpha - b.alpha) <= first and abs(a.beta - b.beta) <= second
-
-
-def _span_text(probe: Probe, found: Span) -> tuple[str, str]:
-    return (
-        f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}",
-        f"≤ {probe.tolerance:.2g}, no weight below 0",
-    )
 
 
 def _cut(probe: Probe, step: Step) -> Span | None:
