@@ -21,15 +21,7 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.ratio import (
-    at_one,
-    on_policy,
-    policy,
-    proportion,
-    token_weights,
-    whitening,
-    wider,
-)
+from earnest_audit.laws.ratio import at_one, on_policy, policy, proportion, token_weights, wider
 from earnest_audit.limits import AWAY, NEAR, beside
 from earnest_audit.logits import descent
 from earnest_audit.measure import Slopes
@@ -52,10 +44,10 @@ def check(probe: Probe) -> Rows:
     if step.ratio_role in step.roles:
         yield from _clips(probe)
     if "advantages" in step.roles:
-        batch, here, centred = on_policy(probe), policy(probe), whitening(probe) is not None
+        batch, here = on_policy(probe), policy(probe)
         now = probe.forward(step.logprobs, batch)  # after them: they move parameters, which would void its graph
         yield _through(probe, here, now)
-        yield _raises_what_was_better(probe, here.gradient, batch, now, centred)
+        yield _raises_what_was_better(probe, here.gradient, batch, now)
 
 
 def _clips(probe: Probe) -> Rows:
@@ -90,12 +82,9 @@ def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
     )  # fmt: skip
 
 
-def _raises_what_was_better(
-    probe: Probe, gradient: Gradient, batch: edits.Batch, now: Tensor, centred: bool
-) -> Finding:
+def _raises_what_was_better(probe: Probe, gradient: Gradient, batch: edits.Batch, now: Tensor) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise; no other law detects this sign."""
     a: Tensor = batch[probe.step.roles["advantages"]]
-    a = a - a.mean() if centred else a
     up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * edits.taken(probe.step, now, batch) * now).sum())
     cosine = -gradient.cosine(up)
     return probe.descends(RAISES, f"cosine {beside(cosine, NEAR)} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)

@@ -56,28 +56,9 @@ def check(probe: Probe) -> Rows:
 
 
 def doubles(probe: Probe) -> bool:
-    """Whether advantages are doubled in the same evaluation, as the on-policy law does."""
-    return "advantages" in probe.step.roles and whitening(probe) is None
-
-
-def whitening(probe: Probe) -> str | None:
-    """Whether the step centres or scales its advantages over the batch, where rows interact by declaration: then a
-    constant, or a factor, has no effect. None: they are used as given."""
-    if not probe.step.rows_interact:
-        return None
-    found: str | None = probe.kept_batch("whitening", lambda: {"how": _whitening(probe)})["how"]
-    return found
-
-
-def _whitening(probe: Probe) -> str | None:
-    batch, key, rest = on_policy(probe), probe.step.roles["advantages"], others(probe)
-    a, once = batch[key], policy(probe).gradient
-    constant = a.float().abs().mean().to(a.dtype)
-    for how, edited in (("centres", a + constant), ("scales", 2 * a)):
-        there = probe.gradient({**batch, key: edited}, probe.step.terms_off)
-        if once.distance(there if rest is None else there.minus(rest.gradient)) <= NEAR:
-            return f"the step {how} its advantages, rows interact by declaration"
-    return None
+    """Whether advantages are doubled in the same evaluation, as the on-policy law does; where rows interact the step
+    may whiten them, and a factor has no effect."""
+    return "advantages" in probe.step.roles and not probe.step.rows_interact
 
 
 def reach(probe: Probe) -> float:
@@ -100,6 +81,9 @@ def on_policy(probe: Probe) -> edits.Batch:
         batch = probe.as_policy(edits.off_policy(step))
         if "importance" in step.roles:
             batch[step.roles["importance"]] = torch.ones_like(batch[step.roles["importance"]])
+        if "advantages" in step.roles and step.rows_interact:  # a step may take their mean off
+            a = batch[step.roles["advantages"]]
+            batch[step.roles["advantages"]] = a - a.float().mean().to(a.dtype)
         return batch
 
     return probe.kept_batch("on-policy", make)

@@ -1,17 +1,13 @@
-"""PG-REWARD: A better reward makes its row more likely, rewards that are equal within a group give a zero gradient, and
-a KL in the reward is a cost.
+"""PG-REWARD: A better reward makes its row more likely, and a KL in the reward is a cost.
 
 one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
-rewards that are equal within every group     have a zero gradient, however the groups differ
 a row at the reference, not above it          is raised (a KL in the reward is a cost)
 
-Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference for the
-KL
+Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role reference for the KL
 How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
 compared with that row's ∇Σlp.
-Exceptions: Only reward values that occur are used, since some estimators divide by a mean. With a critic's values, or a
-baseline over the batch (rows_interact=True), equal groups may legitimately have a gradient.
-Detects: a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)
+Exceptions: Only reward values that occur are used, since some estimators divide by a mean.
+Detects: a baseline with the wrong sign, a KL that is added to the reward (TRL #463)
 """
 
 from __future__ import annotations
@@ -24,11 +20,10 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient, span
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy
-from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
-BETTER, EQUAL = "a better reward raises its row", "rewards that are equal within every group"
+BETTER = "a better reward raises its row"
 
 
 def check(probe: Probe) -> Rows:
@@ -40,10 +35,6 @@ def check(probe: Probe) -> Rows:
     yield _better(probe, row, scores)
     if "reference" in step.roles:
         yield from _reference(probe, row, scores)
-    if "group" not in step.roles:
-        yield LAW.not_declared(EQUAL, 'roles={"group": …}')
-    elif not step.rows_interact and "values" not in step.roles:
-        yield _equal(probe)
 
 
 def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:
@@ -92,33 +83,6 @@ def _raised(
     weight = share.alpha * share.lengths[0]
     measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2g}"
     return LAW.finding(subject, measured, "not both below 0", not (weight < 0 and cosine < 0), meaning)
-
-
-def _equal(probe: Probe) -> Finding:
-    """Every row of a group gets one value, a power of 2, so that a mean of them is exact."""
-    step, quiet = probe.step, probe.step.terms_off
-    base, key = on_policy(probe), step.roles["rewards"]
-    usual = at_one(probe).gradient.norm()
-    _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
-    low, high = _exact(float(base[key].min())), _exact(float(base[key].max()))
-    high = high if high != low else 2 * low if low > 0 else low + 1
-    values = torch.where(group % 2 == 0, high, low).to(base[key])
-    left = probe.gradient({**base, key: values}, quiet)
-    off = left.norm() / max(usual, 1e-300)
-    room = max(NEAR, probe.tolerance)
-    if off > room:  # a shaping by length or the like is in both
-        same = probe.gradient({**base, key: torch.full_like(values, high)}, quiet)
-        off = left.minus(same).norm() / max(usual, 1e-300)
-    return probe.vanishes(
-        EQUAL, off,
-        "All answers to each prompt have the same reward, and there is a gradient: the baseline is another "
-        "group's, or the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against "
-        "interleaved).", room,
-    )  # fmt: skip
-
-
-def _exact(value: float) -> float:
-    return math.copysign(2.0 ** round(math.log2(abs(value))), value) if value else 0.0
 
 
 def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
