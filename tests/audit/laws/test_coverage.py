@@ -67,7 +67,7 @@ def test_a_score_that_is_read_in_front_of_the_first_end(place: str) -> None:
 def test_a_loss_may_drop_tokens_where_that_is_declared(declared: bool) -> None:
     def loss(model: nn.Module, batch: Data, beta: float, clip: float) -> Tensor:
         lp, mask = logprobs(model, batch), batch["mask"]
-        kept = mask * (lp.detach() < lp.detach()[mask != 0].quantile(0.3))
+        kept = mask * (torch.arange(mask.shape[1]) < mask.shape[1] - 1)
         each = clipped((lp - batch["old"]).exp(), batch["advantages"][:, None], clip) + beta * (lp - batch["ref"]) ** 2
         return (each * kept).sum() / mask.sum()
 

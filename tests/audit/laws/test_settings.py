@@ -49,21 +49,6 @@ def _unreferred(loss: Any, dtype: torch.dtype = torch.float32, **more: Any) -> S
     return step
 
 
-@pytest.mark.parametrize(("normalised", "expected"), [(True, "fails"), (False, "holds")])
-def test_a_term_that_only_rounding_moves(normalised: bool, expected: str) -> None:
-    """A z-loss of log-probs that are normalised already is 0 but for rounding."""
-
-    def loss(model: nn.Module, batch: Data, z: float) -> tuple[Tensor, dict[str, Tensor]]:
-        logits = model(batch["ids"], batch["attention"])[:, :-1]
-        value = F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
-        scores = logits.log_softmax(-1) if normalised else logits
-        squares = scores.logsumexp(-1).square().mean()
-        return value + z * squares, {"z": squares}
-
-    step = sft_step(loss, knobs={"z": 1e-4}, terms={"z": "z"})
-    assert outcome(step, knobs.LAW, "term z") == expected
-
-
 def test_a_hinge_that_is_inactive_still_has_its_weight() -> None:
     """DPOP: λ·max(0, ref_c - lp_c) is 0 where every chosen answer is above its reference."""
 

@@ -57,8 +57,8 @@ def _compare(probe: Probe, subject: str, names: list[str], here: Reading, batch:
     off = []
     for name in (n for n in names if n in there.metrics):
         was, now = here.metrics[name], there.metrics[name]
-        # A mean of what cancels is as exact as its parts: a thousand times the rounding of one nat.
-        room = relative * max(abs(was), abs(now)) + min(1e3 * probe.coarsest, max(1e-4, probe.coarsest))
+        # A mean of what cancels is as exact as its parts, which are a few nats.
+        room = relative * max(abs(was), abs(now)) + min(32 * probe.coarsest, max(1e-4, probe.coarsest))
         if abs(now - was) > room and abs(now - grown * was) > room:
             off.append(f"{name} {was:.4g} → {now:.4g}")
     return probe.fair(LAW.finding(
