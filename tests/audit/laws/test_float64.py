@@ -22,7 +22,7 @@ def shadowed(change: Callable[[Any], Any], loss: Any = sft_loss) -> list[str]:
 
 def test_gradient_hooks_act_on_the_shadow_too() -> None:
     """GLM shrinks the embedding's gradient by such a hook."""
-    assert shadowed(lambda m: m.embed.weight.register_hook(lambda g: 0.1 * g)) == ["holds"] * 3
+    assert shadowed(lambda m: m.embed.weight.register_hook(lambda g: 0.1 * g)) == ["holds"] * 2
 
 
 def test_a_random_step_is_not_held_against_its_shadow() -> None:
@@ -36,5 +36,5 @@ def test_a_random_step_is_not_held_against_its_shadow() -> None:
         margin = model(batch["ids"], batch["attention"])[..., 0].mean() - 110
         return -torch.log(torch.sigmoid(margin))
 
-    assert shadowed(noisy) == ["not applicable", "holds", "not applicable"], "slopes inside the copy share their draws"
+    assert shadowed(noisy) == ["not applicable", "not applicable"]
     assert "fails" in shadowed(lambda m: None, lossy)

@@ -77,10 +77,10 @@ def sft(form: Callable[[Tensor], Tensor]) -> Step:
     return sft_step(loss)
 
 
-def test_rounding_inside_the_code_is_seen_inside_the_shadow() -> None:
-    subject = "slopes inside the float64 copy"
-    assert subject in held(sft(lambda logits: logits.float().log_softmax(-1)), shadow.LAW)
-    assert failed(sft(lambda logits: logits.bfloat16().float().log_softmax(-1)), shadow.LAW) == {subject}
+def test_rounding_inside_the_code_is_seen_inside_a_float64_copy() -> None:
+    law = finite_difference.LAW
+    assert finite_difference.ALONG in held(sft(lambda logits: logits.float().log_softmax(-1)), law)
+    assert failed(sft(lambda logits: logits.bfloat16().float().log_softmax(-1)), law) == {finite_difference.ALONG}
 
 
 def test_log_probs_are_driven_to_underflow() -> None:

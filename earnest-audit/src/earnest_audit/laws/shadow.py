@@ -2,8 +2,7 @@
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
-(log-probs of the batch follow), and with pairs far from their references. Inside the copy, the finite difference along
-the gradient agrees too.
+(log-probs of the batch follow), and with pairs far from their references.
 Exceptions: Hugging Face models cast to fp32 inside norms and rotary embeddings: such modules are counted and reported.
 A parameter's own gradient hooks act on the copy too. A random step (NEFTune) draws other numbers and is not judged.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
@@ -21,8 +20,6 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.finite_difference import is_integral, judged, slopes
-from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed, put_back
 from earnest_audit.verdict import Finding
@@ -31,7 +28,6 @@ SHARPEN = 12.0  # what the last matrix is scaled by, at least
 FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
 MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
 INFINITE = "the float64 shadow is not finite either"
-LENGTHS = (1e-4, 1e-5)  # of the parameters' norm; one step of 16 bits is longer
 
 
 def check(probe: Probe) -> Rows:
@@ -131,9 +127,6 @@ def _compare(probe: Probe, what: str, sharpen: float, batch: edits.Batch) -> Row
     change = mine.distance(theirs)
     if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
         own = theirs.distance(_nudged(probe, shadow, lifted))
-    slope = None
-    if what == "the batch" and is_integral(step) and step.precision is None and probe.afford(2, keep=0):
-        slope = slopes(shadow, lifted, NEAR, theirs, lengths=LENGTHS)
     probe.cost += shadow.cost
     if theirs.norm() == 0 and mine.norm() > 0:
         yield LAW.not_applicable(what, "the loss does not use the model that it is given")
@@ -153,13 +146,6 @@ def _compare(probe: Probe, what: str, sharpen: float, batch: edits.Batch) -> Row
         "an eps that is 0 in this dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (log_softmax, "
         "logsigmoid, log1mexp, logsumexp).",
     ))  # fmt: skip
-    if slope is not None:
-        yield probe.fair(judged(
-            LAW, "slopes inside the float64 copy", slope, NEAR,
-            "Even in float64 the loss moves in stairs, or not as its gradient: its own code rounds on the way (a cast "
-            "to 16 bits, a round), or a part has no gradient. Where a straight-through gradient is intended, declare "
-            "value_is_loss=False.",
-        ))  # fmt: skip
 
 
 def _units(model: nn.Module) -> float:
