@@ -5,8 +5,8 @@
 Needs: value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and
 preferences are taken to be so
 How: Central differences along the gradient, from a perturbed, off-policy state, in a float64 copy of the model where
-one can be run, at several step lengths; the best one counts (a clip has corners). Then each declared term by itself, at a
-thousand times its weight; then with dropout on, every evaluation from one seed, so that all draw the same masks.
+one can be run, at several step lengths; the best one counts (a clip has corners). Then each declared term by itself, at
+a thousand times its weight; then with dropout on, every evaluation from one seed, so that all draw the same masks.
 Exceptions: Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO), for adapters with a
 detached factor (DoRA's norm) and for straight-through gradients: they declare value_is_loss=False. So may a loss over
 the student's own top k, which jumps. A loss that casts to 16 bits itself is not judged. A step that is random, or off

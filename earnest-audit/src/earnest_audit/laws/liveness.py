@@ -56,8 +56,18 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
     yield from terms
     if not first.finite():
         return
-    yield from _owned(probe)
-    yield _clipped(probe)
+    optimizer = step.optimizer
+    owned = None if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    yield _same_set(
+        probe, "the optimizer's parameters", owned, "optimizer=…",
+        "The optimizer was made for another set than what is trainable: {}. It was built before an adapter was "
+        "attached or a layer replaced, or a group was forgotten. Several optimizers are given as a list.",
+    )  # fmt: skip
+    yield _same_set(
+        probe, "the clipped parameters", step.clipped, "clipped=[…], what clip_grad_norm_ is given,",
+        "The gradient's norm is taken and bounded over another set than what is trained: {}. What is left out is "
+        "updated at its full length, whatever max_grad_norm is.",
+    )  # fmt: skip
     yield _unwritten(probe)
     with probe.training():
         yield from _train(probe, first)
@@ -72,14 +82,12 @@ def _terms(probe: Probe) -> Rows:
     }
     total = sum(norms.values())
     for term, norm in norms.items():
+        share = f"{norm / total if total else 0.0:.0%} of the sum{_inactive(probe.step, term)}"
         yield LAW.finding(
-            f"term {term}",
-            f"gradient norm {norm:.3g}, {norm / total if total else 0.0:.0%} of the sum{_inactive(probe.step, term)}",
-            "above 0",
-            norm > 0,
+            f"term {term}", f"gradient norm {norm:.3g}, {share}", "above 0", norm > 0,
             f"The term {term} adds nothing to the gradient: it trains nothing. Look at its signal (all advantages 0? a "
             "mask?), at a detach, and at its threshold.",
-        )
+        )  # fmt: skip
 
 
 def _inactive(step: Step, term: str) -> str:
@@ -87,26 +95,18 @@ def _inactive(step: Step, term: str) -> str:
     return f" (inactive at first; measured {how})" if how else ""
 
 
-def _owned(probe: Probe) -> Rows:
-    optimizer = probe.step.optimizer
-    if optimizer is None:
-        yield LAW.not_declared("the optimizer's parameters", "optimizer=…")
-        return
-    owned = [p for group in optimizer.param_groups for p in group["params"]]
-    ids = {id(p) for p in owned}
-    orphans = [n for n, p in probe.parameters.items() if id(p) not in ids]
-    mine = {id(p) for p in probe.parameters.values()}
-    frozen = sum(not p.requires_grad for p in owned)
-    strangers = sum(id(p) not in mine for p in owned) - frozen
-    yield LAW.finding(
-        "the optimizer's parameters",
-        f"{len(orphans)} trainable ones missing, {strangers} that are not the model's, {len(owned) - len(ids)} twice",
-        "exactly the trainable parameters, once each",
-        not orphans and strangers <= 0 and len(owned) == len(ids),
-        f"The optimizer was made for another set than what is trainable: {some(orphans) or 'see the counts'}. It was "
-        "built before an adapter was attached or a layer replaced, or a group was forgotten. Several optimizers "
-        "are given as a list.",
-    )
+def _same_set(probe: Probe, subject: str, given: Sequence[Tensor] | None, declare: str, meaning: str) -> Finding:
+    """The given parameters are the trainable ones, once each; frozen ones of the model may be among them."""
+    if given is None:
+        return LAW.not_declared(subject, declare)
+    ids, mine = {id(p) for p in given}, {id(p) for p in probe.step.model.parameters()}
+    missing = [n for n, p in probe.parameters.items() if id(p) not in ids]
+    strangers, twice = len(ids - mine), len(given) - len(ids)
+    return LAW.finding(
+        subject, f"{len(missing)} trainable ones missing, {strangers} that are not the model's, {twice} twice",
+        "exactly the trainable parameters, once each", not missing and not strangers and not twice,
+        meaning.format(some(missing) or "see the counts"),
+    )  # fmt: skip
 
 
 def _unwritten(probe: Probe) -> Finding:
@@ -121,35 +121,17 @@ def _unwritten(probe: Probe) -> Finding:
     )  # fmt: skip
 
 
-def _clipped(probe: Probe) -> Finding:
-    clipped = probe.step.clipped
-    if clipped is None:
-        return LAW.not_declared("the clipped parameters", "clipped=[…], what clip_grad_norm_ is given,")
-    ids = {id(p) for p in clipped}
-    free = [n for n, p in probe.parameters.items() if id(p) not in ids]
-    mine = {id(p) for p in probe.step.model.parameters()}
-    strangers = len(ids - mine)
-    return LAW.finding(
-        "the clipped parameters", f"{len(free)} trainable ones missing, {strangers} that are not the model's",
-        "every trainable parameter, and the model's only", not free and not strangers,
-        f"The gradient's norm is taken and bounded over another set than what is trained: "
-        f"{some(free) or 'see the counts'}. What is left out is updated at its full length, whatever max_grad_norm is.",
-    )  # fmt: skip
-
-
 def _train(probe: Probe, first: Gradient) -> Rows:
     """A few real steps from the real state. A parameter that starts at 0 · 0 stays there; a perturbation would hide
     it."""
     step, names = probe.step, list(probe.parameters)
-    before = {n: bits(p) for n, p in probe.parameters.items()}
-    others = {n: bits(p) for n, p in step.model.named_parameters() if n not in before and not p.requires_grad}
+    before = {n: bits(p) for n, p in step.model.named_parameters()}
+    frozen = [n for n, p in step.model.named_parameters() if n not in probe.parameters and not p.requires_grad]
     born = {n: bits(t) for n, t in step.model.named_buffers()}
-    pushed: set[str] = set()
-    alive = dict.fromkeys(names, False)
+    pushed, alive = set[str](), set[str]()
     for number in range(STEPS):
         gradient = first if number == 0 else probe.own_gradient()
-        for name, g in gradient.parts.items():
-            alive[name] |= g is not None and bool((g != 0).any())
+        alive |= {n for n, g in gradient.parts.items() if g is not None and bool((g != 0).any())}
         # A running statistic moves in the forward pass, legitimately; a buffer that an update moves is a frozen weight.
         buffers = {n: bits(t) for n, t in step.model.named_buffers()}
         _update(probe, gradient.parts)
@@ -163,40 +145,32 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     # What is added to both answers of a pair (a bias after the last non-linearity) cancels: reached, and exactly 0.
     offset = [
         n for n, p in probe.parameters.items()
-        if not alive[n] and step.kind == "preference" and p.ndim <= 1 and first.parts[n] is not None
+        if n not in alive and step.kind == "preference" and p.ndim <= 1 and first.parts[n] is not None
     ]  # fmt: skip
-    dead = [n for n in names if not alive[n] and n not in offset and not idles(n, step.may_idle)]
-    idle = sum(not a for a in alive.values()) - len(dead) - len(offset)
+    dead = [n for n in names if n not in alive and n not in offset and not idles(n, step.may_idle)]
+    idle = len(names) - len(alive) - len(dead) - len(offset)
     yield LAW.finding(
         f"{len(names)} trainable parameters",
-        f"{len(names) - len(dead) - idle - len(offset)} got a gradient within {STEPS} steps"
-        + (f", {idle} idle by declaration" if idle else "")
+        f"{len(alive)} got a gradient within {STEPS} steps" + (f", {idle} idle by declaration" if idle else "")
         + (f"; {some(offset)} cancels in every pair and trains nothing" if offset else ""),
-        "all" if not step.may_idle else "all but those that may idle",
-        not dead,
-        f"No gradient reaches {some(dead)}. The learning rate is 0."
-        if rate == 0
-        else f"No gradient reaches {some(dead)}. They are detached or bypassed, checkpointing cuts the graph, "
-        'or two factors are both 0. Experts that get no token from one batch are declared: may_idle=("*.experts.*",).',
-    )
+        "all" if not step.may_idle else "all but those that may idle", not dead,
+        f"No gradient reaches {some(dead)}. " + ("The learning rate is 0." if rate == 0 else
+        "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. Experts that get no "
+        'token from one batch are declared: may_idle=("*.experts.*",).'),
+    )  # fmt: skip
     if step.optimizer is None:
         yield LAW.not_declared("the parameters' bits", "optimizer=…")
         return
-    live = sum(alive.values())
-    still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and alive[n]]
+    still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and n in alive]
     found = arrival(probe, first, still)
     if found is not None:  # what could not be written yet may be kept for later, or rounded at random
         still = [n for n in still if n not in found.moved and not (found.random and is_coarse(probe.parameters[n]))]
     yield LAW.finding(
-        f"{len(names)} trainable parameters", f"{live - len(still)} changed their bits",
-        f"all that got a gradient ({live})", not still,
-        f"{some(still)} get a gradient and do not move: "
-        + (
-            "the learning rate is 0."
-            if rate == 0
-            else "the optimizer does not own them, or the update is lost when it is rounded to their dtype (keep "
-            "trainable parameters in fp32, or raise the learning rate)."
-        ),
+        f"{len(names)} trainable parameters", f"{len(alive) - len(still)} changed their bits",
+        f"all that got a gradient ({len(alive)})", not still,
+        f"{some(still)} get a gradient and do not move: " + ("the learning rate is 0." if rate == 0 else
+        "the optimizer does not own them, or the update is lost when it is rounded to their dtype (keep trainable "
+        "parameters in fp32, or raise the learning rate)."),
     )  # fmt: skip
     if found is not None and found.share is not None:
         yield LAW.finding(
@@ -204,22 +178,19 @@ def _train(probe: Probe, first: Gradient) -> Rows:
             f"{found.share:.0%} of an fp32 update in {found.steps} steps of one gradient"
             + (f" ({len(found.masters)} have a master copy)" if found.masters else "")
             + (" (the update rounds at random)" if found.random else ""),
-            f"≥ {SHARE:.0%}",
-            found.arrives,
+            f"≥ {SHARE:.0%}", found.arrives,
             "Most of every update is lost when it is rounded to the parameters' 16 bits, at this learning rate, for "
             "ever: keep trainable parameters in fp32 (or a master copy of them in the optimizer), round at random, or "
             "raise the learning rate.",
-        )
-    moved = [n for n, p in step.model.named_parameters() if n in others and others[n] != bits(p)] + sorted(pushed)
+        )  # fmt: skip
+    now = dict(step.model.named_parameters())
+    moved = [n for n in frozen if before[n] != bits(now[n])] + sorted(pushed)
     running = sum(born.get(n) != bits(t) for n, t in step.model.named_buffers() if n not in pushed)
+    aside = f"; {running} buffers did in the forward pass, as running statistics do" if running else ""
     yield LAW.finding(
-        f"{len(others)} frozen parameters, {len(born)} buffers",
-        f"{len(moved)} moved"
-        + (f"; {running} buffers did in the forward pass, as running statistics do" * bool(running)),
-        "none",
-        not moved,
+        f"{len(frozen)} frozen parameters, {len(born)} buffers", f"{len(moved)} moved{aside}", "none", not moved,
         f"{some(moved)} moved although frozen: the optimizer or a hook reaches further than declared.",
-    )
+    )  # fmt: skip
 
 
 def _rate(step: Step) -> float | None:
