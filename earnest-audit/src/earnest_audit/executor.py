@@ -99,6 +99,9 @@ def checked(law: Law, probe: Probe) -> Iterator[Finding]:
         if not given(probe.step):
             yield law.not_declared(subject, what)
             return
+    if not law.from_start and probe.gradient().norm() == 0:
+        yield law.not_applicable(law.name, "not checked: the gradient is 0, see GL")
+        return
     if law.spare and not probe.afford(law.spare, keep=0.0):
         yield law.not_applicable(law.name, "not checked: the budget is spent")
         return

@@ -84,11 +84,13 @@ def _pulls(probe: Probe, cases: list[tuple[float, int]], rows: bool) -> Pulls:
     key = step.roles["advantages"]
     a: Tensor = base[key]
     base[key] = a.abs()
-    usual = token_weights(probe.slopes(edits.SAMPLERS, base, step.terms_off).inputs)
+    usual = token_weights(at_one(probe).inputs)
     if usual is None:
-        if token_weights(at_one(probe).inputs) is not None:
-            return 0.0, 0.0, 0.0  # negative advantages alone have a gradient at ratio 1
         raise Ends(LAW.not_applicable("clip", "the ratio is under a stop-gradient, it has no slope"))
+    if not bool(usual.flatten(1).any(-1).all()):  # linear in the advantages, unless one sign has no gradient
+        usual = token_weights(probe.slopes(edits.SAMPLERS, base, step.terms_off).inputs)
+        if usual is None:
+            return 0.0, 0.0, 0.0
     found: dict[int, float] = {}
     for start in range(0, len(cases), len(a)):
         chosen = [(start + row) % len(cases) for row in range(len(a))]

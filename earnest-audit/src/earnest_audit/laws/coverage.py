@@ -1,8 +1,9 @@
 """CV: Every supervised position has a gradient, the terminal token too, and the supervised share is neither 0 nor 1.
 
 Needs: roles mask or labels; ids and tokenizer to show the span
-How: The loss has a gradient where a single token is the only supervised one: the first and the last of a row, and the
-last of another.
+How: The loss has a derivative by the signal of a supervised token. Where it has none, or no signal has one value per
+token, it has a gradient where that token is the only supervised one; the first and the last of a row, and the last of
+another, are tried.
 Exceptions: A clipped token has a zero gradient by design under one sign of its advantage, so both signs are tried. Rows
 of advantage 0 are left out. A loss that drops tokens on purpose declares drops_tokens=True. Where rows interact (a
 mean over all tokens is taken off), one token alone may have none.
@@ -75,13 +76,20 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
     aside = f"; {idle} rows without an advantage are left out" if idle else ""
     if not count:
         return LAW.not_applicable(POSITIONS, f"no position to check{aside}")
+    doubtful = flat if (shown := _by_slope(probe, flat)) is None else flat & ~shown
+    if not bool(doubtful.any()):
+        return LAW.finding(POSITIONS, f"all {count} matter{aside}", "all", True)
     found: dict[str, bool] = {}
-    for one, spot in _asked(flat):
+    for one, spot in _asked(doubtful):
         if not found or probe.afford(2, keep=8.0 if probe.coarse else 6.0):  # later laws need as much
             with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
                 found[one] = _alone(probe, spot)
     missing, dropped = [one for one, matters in found.items() if not matters], step.drops_tokens
-    if len(missing) == len(found) and (step.rows_interact or dropped or probe.gradient().norm() == 0):
+    if (
+        len(missing) == len(found)
+        and int(doubtful.sum()) == count
+        and (step.rows_interact or dropped or probe.gradient().norm() == 0)
+    ):
         return LAW.not_applicable(POSITIONS, f"no single token alone has a gradient{aside}")
     return LAW.finding(
         POSITIONS, f"{len(found)} of {count} positions tried, {len(found) - len(missing)} matter{aside}",
@@ -90,6 +98,16 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
         "the end-of-turn token is masked because its id is the padding's. Where the loss itself leaves out tokens or "
         "rows on purpose, declare drops_tokens=True.",
     )  # fmt: skip
+
+
+def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
+    """Where the loss has a derivative by a signal with one value per token; None where there is no such signal."""
+    for role in ("advantages", "behaviour", "teacher"):
+        value = probe.step.value(role)
+        if value is not None and value.is_floating_point() and value.shape[:2] == flat.shape:
+            slope = probe.slopes([role], probe.step.batch).inputs[role]
+            return torch.zeros_like(flat) if slope is None else (slope != 0).reshape(*flat.shape, -1).any(-1)
+    return None
 
 
 def _predicted(step: Step, on: Tensor) -> Tensor:

@@ -71,7 +71,7 @@ def check(probe: Probe) -> Rows:
         for metric, knob in step.weights.items():
             subject = f"term {metric} along its own gradient"
             try:
-                found = _term(measured, batch, knob) if probe.afford(measured.cost + 3, keep=2) else None
+                found = _term(measured, batch, knob) if probe.afford(measured.cost + 2, keep=2) else None
             except Exception:
                 continue  # the step refuses such a weight, as it may
             yield LAW.not_applicable(subject, SPENT) if found is None else _judged(subject, found)
@@ -83,20 +83,24 @@ def check(probe: Probe) -> Rows:
 def _exact(probe: Probe) -> Probe | None:
     """The same step on a float64 copy of its model; None where that cannot be run, where the loss does not use the
     model that it is given, or casts to 16 bits itself."""
-    if probe.step.precision is not None:
+    fine = all(p.dtype.itemsize >= 4 for p in probe.step.model.parameters())
+    if probe.step.precision is not None or (fine and probe.coarse):
         return None
     try:
         twin = probe.twin(torch.float64)
-        return twin if twin.gradient().norm() > 0 and not twin.coarse else None
+        with twin.perturbed():
+            reached = twin.gradient(twin.off_policy()).norm() > 0
+        return twin if reached and (fine or not twin.coarse) else None
     except Exception:
         return None
 
 
 def _term(probe: Probe, batch: edits.Batch, knob: str) -> tuple[float, float]:
     """The loss with the term a thousand times as heavy, along the term's own gradient."""
-    strong = {knob: STRONG * (float(probe.step.knobs[knob]) or 1.0)}
-    whole = probe.gradient(batch, strong)
-    return slopes(probe, batch, whole.minus(probe.gradient(batch, {knob: 0.0})), whole, strong)
+    weight = float(probe.step.knobs[knob])
+    rest = probe.gradient(batch, {knob: 0.0})
+    own = probe.gradient(batch, None if weight else {knob: 1.0}).minus(rest)
+    return slopes(probe, batch, own, rest.plus(own, STRONG), {knob: STRONG * (weight or 1.0)})
 
 
 def _with_dropout(probe: Probe) -> Rows:
@@ -145,7 +149,7 @@ def slopes(
         return 0.0, 0.0
     size = along.norm() if gradient is None else gradient.dot(along) / along.norm()
     found: list[float] = []
-    for length in EXACT if probe.coarsest == torch.finfo(torch.float64).eps else LENGTHS:
+    for length in EXACT if all(p.dtype == torch.float64 for p in probe.parameters.values()) else LENGTHS:
         reach, values = probe.reach(length), []
         for sign in (+1, -1):
             with probe.along(along, sign * reach):

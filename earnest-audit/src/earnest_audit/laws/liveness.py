@@ -51,7 +51,7 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
     yield LAW.finding(
         step.name, f"gradient norm {norm:.3g}{alone}", "finite and above 0", first.finite() and norm > 0,
         "The step trains nothing, or trains on NaN. Look for a detach, a no_grad, all-zero advantages, an all-zero "
-        "mask.",
+        "mask, and for old log-probs that are those of this forward pass, with their graph.",
     )  # fmt: skip
     yield from terms
     if not first.finite():

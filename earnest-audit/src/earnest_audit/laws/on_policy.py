@@ -31,8 +31,8 @@ from earnest_audit.verdict import Finding
 THROUGH = "the gradient goes through the declared log-probs"
 RAISES = "descending the loss raises Σ A·lp"
 REVERSED = (
-    "The step makes tokens with a positive advantage less likely: a sign is lost, or advantages are paired with other "
-    "rows."
+    "The step does not make tokens with a positive advantage more likely: a sign is lost, advantages are paired with "
+    "other rows, or they have no part in the gradient."
 )
 
 
