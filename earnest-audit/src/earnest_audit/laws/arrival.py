@@ -10,6 +10,7 @@ gradient is needed for that, and the cost is optimizer steps.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -75,12 +76,7 @@ def _handed(probe: Probe, gradient: Gradient, still: list[str]) -> dict[str, Ten
     owned = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
     live = {n: g for n, g in gradient.parts.items() if g is not None and bool((g != 0).any())}
     mine = [n for n in live if is_coarse(probe.parameters[n]) and id(probe.parameters[n]) in owned]
-    factor = 1.0
-    if step.max_grad_norm is not None:
-        bounded = None if step.clipped is None else {id(p) for p in step.clipped}
-        inside = {n: g for n, g in live.items() if bounded is None or id(probe.parameters[n]) in bounded}
-        norm = Gradient(inside).norm()
-        factor = min(1.0, step.max_grad_norm / norm) if norm > 0 else 1.0
+    factor = min(1.0, (step.max_grad_norm or math.inf) / max(gradient.norm(), 1e-300))
     chosen: dict[str, Tensor] = {}
     room = ENTRIES
     spread = [n for stride in range(7) for n in mine[stride::7]]
@@ -95,11 +91,11 @@ def _follow(probe: Probe, optimizer: torch.optim.Optimizer, handed: Mapping[str,
     mine = {n: probe.parameters[n] for n in handed}
     start = {n: p.detach().clone() for n, p in mine.items()}
     found = Arrival()
+    masters: dict[str, Tensor] = {}
     try:
         shadow, wide = _wide(optimizer, mine)
     except Exception:  # what cannot be copied cannot be compared; whether it moves can still be seen
         shadow, wide = None, {}
-    masters: dict[str, Tensor] = {}
     longest = REPEATS if sum(map(Tensor.numel, start.values())) <= LONG else REPEATS // 8
     for number in range(1, longest + 1):
         _step(optimizer, probe, {id(mine[n]): g for n, g in handed.items()})

@@ -244,10 +244,7 @@ def _never_read(probe: Probe) -> Rows:
     except Exception:
         return  # some code takes plain dicts only
     if unread := ", ".join(k for k in others if k not in recording.accessed):
-        yield LAW.finding(
-            f"never read: {unread}", "the loss never reads it", "it is read, or not in the batch", "not declared",
-            f"The loss never reads {unread}. Where it should, declare its role.",
-        )  # fmt: skip
+        yield LAW.not_declared(f"never read: {unread}", f"the role of {unread}, where the loss should read it,")
 
 
 def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:
@@ -258,17 +255,15 @@ def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:
         with torch.no_grad(), seeded(at):
             return reference().detach().clone()
 
-    before, redrawn = logprobs(seed), logprobs(seed + 1)
+    before, again, redrawn = logprobs(seed), logprobs(seed), logprobs(seed + 1)
     with probe.perturbed(0.2):
         after = logprobs(seed)
-    noise = _largest_difference(before, logprobs(seed))
-    drawn, change = _largest_difference(before, redrawn), _largest_difference(before, after)
-    if drawn > 4 * noise:
-        yield LAW.finding(
-            "the reference policy, drawn again", f"another seed changed it by {drawn:.2g}", "0", False,
-            "The reference is random: its model is in train mode (dropout), or it samples. Its noise is in every "
-            "KL and every margin. Call .eval() on it.",
-        )  # fmt: skip
+    noise, drawn, change = (_largest_difference(before, other) for other in (again, redrawn, after))
+    yield LAW.finding(
+        "the reference policy, drawn again", f"another seed changed it by {drawn:.2g}", "0", drawn <= 4 * noise,
+        "The reference is random: its model is in train mode (dropout), or it samples. Its noise is in every KL and "
+        "every margin. Call .eval() on it.",
+    )  # fmt: skip
     yield LAW.finding(
         "the reference policy", f"perturbing the policy changed it by {change:.2g}", "0", change <= 4 * noise,
         "The reference changes with the policy: both are the same weights (an adapter that was injected in place, a "

@@ -6,7 +6,7 @@ L = Σ weight·term + Σ fixed terms
 Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
 every term: the setting that weighs it, or 1.0
 How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
-and accuracies have a range by their names. Then each term by itself: what a thousand times its weight adds to the loss.
+and accuracies have a range by their names.
 Exceptions: Counts and settings are constant by nature; only declared metrics must vary, unless Metric(moves=False)
 declares otherwise. A metric with another normaliser than its term does not add up; then declare no weight of 1.0.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always
@@ -23,10 +23,9 @@ import torch
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import on_policy
-from earnest_audit.limits import ROUNDED, STRONG
+from earnest_audit.limits import ROUNDED
 from earnest_audit.probe import Probe
 from earnest_audit.step import Raises
-from earnest_audit.verdict import Finding
 
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
 # are one.
@@ -95,7 +94,7 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
 
 
 def _sums(probe: Probe) -> Rows:
-    """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
+    """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared."""
     step, reading, subject = probe.step, probe.read(), "the sum of the terms"
     weights = dict.fromkeys(step.fixed, 1.0)
     for metric, term in step.terms.items():
@@ -109,25 +108,6 @@ def _sums(probe: Probe) -> Rows:
         abs(total - reading.loss) <= room,
         "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
         "is in the loss.",
-    )  # fmt: skip
-    for metric, knob in step.weights.items():
-        try:
-            yield _added(probe, metric, knob, reading.metrics[metric])
-        except Exception:
-            continue  # the step refuses such a weight, as it may
-
-
-def _added(probe: Probe, metric: str, knob: str, value: float) -> Finding:
-    """What the term adds to the loss, per unit of its weight: in the whole sum a small weight would hide it."""
-    weight = STRONG * (float(probe.step.knobs[knob]) or 1.0)
-    there, without = probe.look(None, {knob: weight}).loss, probe.look(None, {knob: 0.0}).loss
-    own = (there - without) / weight * (-1 if isinstance(probe.step.terms[metric], Raises) else 1)
-    grain = 16 * probe.coarsest * max(abs(there), abs(without)) / abs(weight)
-    room = max(ROUNDED, probe.coarsest) * max(abs(own), abs(value)) + grain
-    return LAW.finding(
-        f"term {metric} by itself", f"it adds {own:.4g} per unit of {knob}, the metric is {value:.4g}",
-        f"equal, up to {room:.1g}", abs(own - value) <= room,
-        f"What {knob} weighs is not what is logged as {metric}: another sign, mask or normaliser, or another term.",
     )  # fmt: skip
 
 
