@@ -3,8 +3,8 @@
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
 (log-probs of the batch follow), and with pairs far from their references.
-Exceptions: Hugging Face models cast to fp32 inside norms and rotary embeddings: such modules are counted and reported.
-A parameter's own gradient hooks act on the copy too. A random step (NEFTune) draws other numbers and is not judged.
+Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
+gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
 """
 
@@ -21,7 +21,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
-from earnest_audit.restore import observed, put_back
+from earnest_audit.restore import put_back
 from earnest_audit.verdict import Finding
 
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
@@ -36,16 +36,17 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable(step.name, "float64 already"))
     with probe.perturbed():
         batch = probe.off_policy()
-    yield from _compare(probe, "the batch", 1.0, batch)
+    yield _compare(probe, "the batch", batch)
     if not probe.afford(7 / 3 if step.logprobs is None else 3, keep=0):  # two gradients, and looks at the log-probs
         raise Ends(LAW.not_applicable("confident outputs", "not checked: the budget is spent"))
     state = _confident(probe)
     if isinstance(state, str):
         yield LAW.not_applicable("confident outputs", state)
     else:
-        yield from _compare(probe, "confident outputs", *state)
+        factor, sharp = state
+        yield _compare(probe, "confident outputs", sharp, factor)
     if step.kind == "preference" and {"reference_chosen", "reference_rejected"} <= step.roles.keys():
-        yield from _far_margins(probe)
+        yield _far_margins(probe)
 
 
 def _confident(probe: Probe) -> tuple[float, edits.Batch] | str:
@@ -90,7 +91,7 @@ def _farthest(probe: Probe) -> float:
     return abs(probe.look(dict(step.batch)).loss) if step.kind == "sft" else FAR
 
 
-def _far_margins(probe: Probe) -> list[Finding]:
+def _far_margins(probe: Probe) -> Finding:
     """By turns pairs far on the right and on the wrong side of their references: as far as float64 can follow."""
     key = probe.step.roles["reference_chosen"]
     old: Tensor = probe.step.batch[key]
@@ -99,52 +100,37 @@ def _far_margins(probe: Probe) -> list[Finding]:
         if not probe.afford(2, keep=0):
             break
         far = old + (margin * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
-        rows = list(_compare(probe, "far margins", 1.0, {**probe.step.batch, key: far}))
-        if rows[0].measured != INFINITE:
-            return rows
-    return [LAW.not_applicable("far margins", "not checked: the budget is spent, or float64 is not finite either")]
+        row = _compare(probe, "far margins", {**probe.step.batch, key: far})
+        if row.measured != INFINITE:
+            return row
+    return LAW.not_applicable("far margins", "not checked: the budget is spent, or float64 is not finite either")
 
 
-def _compare(probe: Probe, what: str, sharpen: float, batch: edits.Batch) -> Rows:
-    step, own = probe.step, 0.0
-    units, islands = _units(step.model), set[nn.Module]()
-    room = min(0.5, units * probe.floor())
-
-    def notice(module: nn.Module, _args: Any, output: Any) -> None:
-        if isinstance(output, Tensor) and output.is_floating_point() and output.dtype != torch.float64:
-            islands.add(module)
-
-    with probe.perturbed(), _scaled(_head(step.model), sharpen):
+def _compare(probe: Probe, what: str, batch: edits.Batch, sharpen: float = 1.0) -> Finding:
+    units, own = _units(probe.step.model), 0.0
+    with probe.perturbed(), _scaled(_head(probe.step.model), sharpen):
         mine = probe.gradient(batch if sharpen == 1.0 else dict(batch))
         lifted = edits.lifted(batch, torch.float64)
-        try:
+        with probe.may_refuse(what, "a float64 copy cannot be run"):
             shadow = probe.twin(torch.float64)
-            with observed(shadow.step.model.modules(), notice):
-                theirs = shadow.gradient(lifted)
-        except Exception as error:
-            yield LAW.refused(what, error, "a float64 copy cannot be run")
-            return
-    change = mine.distance(theirs)
+            theirs = shadow.gradient(lifted)
+    change, room, why = mine.distance(theirs), min(0.5, units * probe.floor()), ""
     if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
         own = theirs.distance(_nudged(probe, shadow, lifted))
     probe.cost += shadow.cost
     if theirs.norm() == 0 and mine.norm() > 0:
-        yield LAW.not_applicable(what, "the loss does not use the model that it is given")
-        return
-    if not theirs.finite():
-        yield LAW.not_applicable(what, INFINITE)
-        return
-    if 8 * own > 0.5:
+        why = "the loss does not use the model that it is given"
+    elif not theirs.finite():
+        why = INFINITE
+    elif 8 * own > 0.5:
         why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
-        yield LAW.not_applicable(what, why)
-        return
-    room = min(0.5, max(room, units * own))
-    aside = f" ({len(islands)} modules stay in fp32)" if islands else ""
-    yield probe.fair(LAW.finding(
-        what, f"float64 differs by {change:.2g}{aside}", f"≤ {room:.2g}", change <= room,
+    if why:
+        return LAW.not_applicable(what, why)
+    return probe.fair(LAW.agrees(
+        what, change, min(0.5, max(room, units * own)),
         "The step loses its gradient to rounding or overflow: log(softmax(x)), log(sigmoid(x)) or log(1 - p) far out, "
         "an eps that is 0 in this dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (log_softmax, "
-        "logsigmoid, log1mexp, logsumexp).",
+        "logsigmoid, log1mexp, logsumexp).", "float64 differs by {}",
     ))  # fmt: skip
 
 
