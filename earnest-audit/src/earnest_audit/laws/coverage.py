@@ -76,7 +76,10 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
     aside = f"; {idle} rows without an advantage are left out" if idle else ""
     if not count:
         return LAW.not_applicable(POSITIONS, f"no position to check{aside}")
-    doubtful = flat if (shown := _by_slope(probe, flat)) is None else flat & ~shown
+    shown = _by_slope(probe, flat)
+    if shown is None and "labels" not in step.roles and step.kind != "sft":
+        return LAW.not_declared(POSITIONS, "labels, or a signal with one value per token")
+    doubtful = flat if shown is None else flat & ~shown
     if not bool(doubtful.any()):
         return LAW.finding(POSITIONS, f"all {count} matter{aside}", "all", True)
     found: dict[str, bool] = {}
@@ -101,8 +104,9 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
 
 
 def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
-    """Where the loss has a derivative by a signal with one value per token; None where there is no such signal."""
-    for role in ("advantages", "behaviour", "teacher"):
+    """Where the loss has a derivative by a signal with one value per token; None where there is no such signal, or
+    where labels mark the tokens."""
+    for role in ("advantages", "behaviour", "teacher") if "labels" not in probe.step.roles else ():
         value = probe.step.value(role)
         if value is not None and value.is_floating_point() and value.shape[:2] == flat.shape:
             slope = probe.slopes([role], probe.step.batch).inputs[role]
