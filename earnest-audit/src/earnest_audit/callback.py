@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest_audit.batches import dropped, ends
+from earnest_audit.batches import RecordingBatch
 from earnest_audit.executor import LISTENERS, audit
 from earnest_audit.limits import MANY
 from earnest_audit.monitors import hooked
@@ -126,7 +126,7 @@ class AuditCallback(TrainerCallback):
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             verdict = audit(step, quick=self.quick)
-            gone = dropped(trainer, fresh(inputs), lambda changed: self._loss(model, changed, items))
+            gone = _dropped(trainer, fresh(inputs), lambda changed: self._loss(model, changed, items))
             verdict += Verdict((*self._counted(model, inputs, items), *gone))
         if self.stop:
             verdict.raise_if_failed()
@@ -165,7 +165,7 @@ class AuditCallback(TrainerCallback):
         if asks_for_a_mask(self._trainer, inputs):
             given["attention"] = inputs.get("attention_mask")
         if self.watch is not None and self.watch.due:
-            given["ends"] = ends(self._trainer, inputs)
+            given["ends"] = _ends(self._trainer, inputs)
         if given["behaviour"] is not None:  # beside the trainer's, at the time of sampling
             given["logprobs"] = inputs.get("old_per_token_logps")
         return {name: value for name, value in given.items() if isinstance(value, Tensor)}
@@ -180,3 +180,47 @@ def _calling_trainer() -> Any:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     raise StepError("AuditCallback was called by no transformers.Trainer; for a bare loop use earnest_audit.watch.")
+
+
+def _dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[Finding]:
+    """Columns of the dataset that ``compute_loss`` reads and ``remove_unused_columns`` removed. ``call`` is the loss of
+    such inputs; it is called only where columns were removed."""
+    has = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
+    kept = getattr(trainer, "_signature_columns", None)
+    if not getattr(trainer.args, "remove_unused_columns", False) or not isinstance(has, list) or not kept:
+        return
+    gone = set(has) - set(kept) - set(inputs)
+    if not gone:
+        return
+    listening = RecordingBatch(inputs)
+    try:
+        call(listening)
+    except Exception:
+        return  # a loss that needs its inputs as they are; the laws have had it already
+    for name in sorted(gone & listening.accessed):
+        yield Finding(
+            "IG", f"column {name}", "compute_loss reads it, the dataset has it, the batch has not", "it is in the "
+            "batch",
+            "not declared",
+            f"The Trainer drops columns that the model's forward does not take, {name} among them, and the loss goes "
+            "on without. remove_unused_columns=False keeps it (and the collator has to pass it on).",
+        )  # fmt: skip
+
+
+def _ends(trainer: Any, inputs: Any) -> Tensor | None:
+    """Of rows whose last real token is the end token, after a supervised one: whether it is supervised. Checked only
+    where the end token is the padding too: a collator that masks the one masks the other."""
+    words = getattr(trainer, "processing_class", None) or getattr(trainer.data_collator, "tokenizer", None)
+    end = getattr(words, "eos_token_id", None)
+    ids, labels, shown = (inputs.get(key) for key in ("input_ids", "labels", "attention_mask"))
+    if end is None or end != getattr(words, "pad_token_id", None):
+        return None
+    if not all(isinstance(t, Tensor) and t.ndim == 2 and t.shape == ids.shape for t in (ids, labels, shown)):
+        return None
+    taught = labels != -100
+    if ids.shape[1] < 2 or not bool((labels == ids)[taught].all()):
+        return None  # labels of another kind
+    last = ((shown != 0) * torch.arange(ids.shape[1], device=ids.device)).argmax(-1, keepdim=True).clamp(min=1)
+    closes = (ids.gather(1, last) == end) & (shown.gather(1, last) != 0) & taught.gather(1, last - 1)
+    found: Tensor = taught.gather(1, last)[closes]
+    return found

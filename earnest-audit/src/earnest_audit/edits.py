@@ -289,8 +289,13 @@ def other_ids(step: Step, ids: Tensor, where: Tensor) -> Tensor:
     known = known[known >= 0].unique()
     if len(known) < 2:
         known = ids[ids >= 0].unique()
-    place = torch.searchsorted(known, ids.contiguous()).clamp(max=len(known) - 1)
-    return torch.where(where, known[(place + 1) % len(known)].to(ids.dtype), ids)
+    return torch.where(where, next_of(known, ids), ids)
+
+
+def next_of(known: Tensor, values: Tensor) -> Tensor:
+    """For each value the next one of those that are ``known``, which are sorted."""
+    place = torch.searchsorted(known, values.contiguous()).clamp(max=len(known) - 1)
+    return known[(place + 1) % len(known)].to(values.dtype)
 
 
 def begins(documents: Tensor) -> Tensor:

@@ -28,15 +28,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from earnest_audit.edits import next_of
 from earnest_audit.measure import Batch, Reading
+from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
 from earnest_audit.step import Step, check_fields
 
 Sureness = Literal["sure", "likely"]
 TINY = 1e-6  # relative changes of the gradient up to this count as none
-CLOSE = {torch.float32: 1e-3, torch.float64: 1e-3}  # gradients this close count as equal; in 16 bits: ROUGH
-ROUGH = 0.05
+CLOSE = 1e-3  # gradients this close count as equal
+ROUGH = 0.05  # … in 16 bits
 IGNORED = (-100, -1)  # labels that mark what is not supervised: torch's default, and nanochat's
 
 
@@ -95,14 +97,6 @@ def numbers_of(loss: Callable[..., Any]) -> dict[str, float]:
     return {p.name: p.default for p in named if type(p.default) in (int, float)}
 
 
-@dataclass(frozen=True)
-class _Effect:
-    """The effect of changing one tensor: on the gradient, and on which calls of the model's layers."""
-
-    gradient: float
-    calls: frozenset[int]
-
-
 class _Inference:
     """The guesses for one batch. Later guesses depend on earlier ones."""
 
@@ -110,19 +104,18 @@ class _Inference:
         self.probe, self.batch = probe, dict(probe.step.batch)
         self.given, self.guesses = given, list[Guess]()
         self.base, self.layers = self._seen(self.batch)
-        dtypes = {p.dtype for p in probe.parameters.values()}
-        self.close = max(CLOSE.get(dtype, ROUGH) for dtype in dtypes)
-        self.effects: dict[str, _Effect] = {}
+        self.close = ROUGH if any(map(is_coarse, probe.parameters.values())) else CLOSE
+        self.calls: dict[str, frozenset[int]] = {}  # of tensors that matter: the layers' calls that depend on them
         self.unclear = False  # several tensors of ids, and no pair of answers
 
     def run(self) -> list[Guess]:
         declared = set(self.given.values())
         tensors = {k: v for k, v in self.batch.items() if isinstance(v, Tensor) and v.numel() and k not in declared}
         for key, tensor in tensors.items():
-            effect = self._effect(key, tensor)
-            if effect is not None and (effect.gradient > TINY or effect.calls):
-                self.effects[key] = effect
-        live = [key for key in tensors if key in self.effects]
+            change, calls = self._effect(key, tensor)
+            if change > TINY or calls:
+                self.calls[key] = calls
+        live = list(self.calls)
         binary = [k for k in live if _is_binary(tensors[k]) and tensors[k].ndim == 2]
         whole = [k for k in live if k not in binary and not tensors[k].is_floating_point()]
         self._tokens([k for k in whole if tensors[k].ndim == 2])
@@ -139,14 +132,15 @@ class _Inference:
             reading = self.probe.read(batch)
         return reading, layers
 
-    def _effect(self, key: str, tensor: Tensor) -> _Effect | None:
-        """None if the step raises at every change of this tensor."""
+    def _effect(self, key: str, tensor: Tensor) -> tuple[float, frozenset[int]]:
+        """The effect of changing one tensor: on the gradient, and on which calls of the model's layers; none if the
+        step raises at every change."""
         for edited in _edits(tensor):
             with suppress(Exception):
                 reading, layers = self._seen({**self.batch, key: edited})
                 moved = (i for i, (a, b) in enumerate(zip(layers, self.layers, strict=False)) if a != b)
-                return _Effect(self.base.gradient.distance(reading.gradient), frozenset(moved))
-        return None
+                return self.base.gradient.distance(reading.gradient), frozenset(moved)
+        return 0.0, frozenset()
 
     def _with(self, changed: Mapping[str, Tensor]) -> Reading:
         return self.probe.read({**self.batch, **changed})
@@ -170,15 +164,15 @@ class _Inference:
     def _tokens(self, keys: Sequence[str]) -> None:
         ids = []
         for key in keys:
-            tensor, effect = self.batch[key], self.effects[key]
+            tensor, calls = self.batch[key], self.calls[key]
             steps = tensor[:, 1:] - tensor[:, :-1]
             counting = bool(((steps == 1) | (tensor[:, 1:] == 0)).float().mean() > 0.9) and bool((steps == 1).any())
             staying = bool(((steps == 0) | (steps == 1)).all()) and len(tensor.unique()) < tensor.shape[1] // 2 + 1
-            if effect.calls and counting:
+            if calls and counting:
                 self._add(key, "positions", "likely", "the layers read it, and it counts up along a row")
             elif staying:
                 self._add(key, "documents", "likely", "it stays or rises by one along a row")
-            elif effect.calls:
+            elif calls:
                 ids.append(key)
             elif (ignored := ignored_label(tensor)) is not None:
                 sure: Sureness = "sure" if ignored == IGNORED[0] else "likely"
@@ -224,7 +218,7 @@ class _Inference:
     def _masks(self, keys: Sequence[str]) -> None:
         sides = {role: key for role, key in self.roles.items() if role in ("chosen", "rejected")}
         for key in [] if self.unclear else keys:
-            calls = self.effects[key].calls
+            calls = self.calls[key]
             kind = "attention" if calls else "mask"
             why = "zeros and ones that the layers read" if calls else "zeros and ones that only the loss reads"
             if not sides and calls and self._is_documents(key):
@@ -250,7 +244,7 @@ class _Inference:
         """Whether a mask belongs to these ids. An attention mask is read in the calls that read the ids. If a loss mask
         keeps only the first token of each row, the ids after it do not matter."""
         if calls:
-            return calls <= self.effects[ids].calls
+            return calls <= self.calls[ids]
         mask, (edited, *_) = self.batch[key], _edits(self.batch[ids])
         place = torch.arange(mask.shape[1], device=mask.device)
         first = mask.int().argmax(1, keepdim=True)
@@ -269,7 +263,7 @@ class _Inference:
             for key in keys:
                 self._pair_number(key)
             return
-        left = [key for key in keys if not self.effects[key].calls]  # what the layers read is a feature, not a signal
+        left = [key for key in keys if not self.calls[key]]  # what the layers read is a feature, not a signal
         for key in [k for k in left if self.batch[k].ndim <= 2]:
             if self._signal(key):
                 left.remove(key)
@@ -384,8 +378,4 @@ def _edits(tensor: Tensor) -> list[Tensor]:
     if tensor.ndim == 1:  # group numbers: renaming the groups would change nothing, so rows change their group
         return [tensor.roll(1)]
     values = tensor[tensor >= 0].unique()
-    if len(values) < 2:
-        return [torch.where(tensor >= 0, tensor + 1, tensor)]
-    place = torch.searchsorted(values, tensor.clamp(min=int(values[0])).contiguous())
-    turned = values[(place + 1) % len(values)]
-    return [torch.where(tensor >= 0, turned, tensor)]
+    return [torch.where(tensor >= 0, next_of(values, tensor) if len(values) > 1 else tensor + 1, tensor)]

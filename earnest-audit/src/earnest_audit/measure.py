@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from earnest_audit.gradient import Gradient
-from earnest_audit.restore import copied, no_graph_asked, put_back, seeded, without_graph
+from earnest_audit.restore import calling, copied, empty_grads, put_back, remembered
 from earnest_audit.step import Loss, Step, StepError
 
 Batch = dict[str, Any]
@@ -53,7 +53,7 @@ class Measure:
         self._kept: dict[tuple[str, int, str], Reading] = {}
         self._now: dict[str, Tensor] = {}
         self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
-        self._buffers: list[Buffer] = []
+        self._put_buffers_back: Callable[[], None] = lambda: None
 
     # --- gradients ----------------------------------------------------------------------------------------------------
 
@@ -78,16 +78,9 @@ class Measure:
         if backward is None:
             return self.gradient(dict(self.step.batch) if self._state == "in training" else None, knobs)
         self.cost += 1
-        kept = {n: p.grad for n, p in self.parameters.items()}
-        try:
-            for p in self.parameters.values():
-                p.grad = None
-            with seeded(self.step.seed), torch.enable_grad():
-                backward(self.settings(knobs))
+        with empty_grads(self.parameters.values()), calling(self.step.seed, graph=True):
+            backward(self.settings(knobs))
             return Gradient({n: p.grad for n, p in self.parameters.items()})
-        finally:
-            for n, p in self.parameters.items():
-                p.grad = kept[n]
 
     def read(
         self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
@@ -151,20 +144,17 @@ class Measure:
             return [None] * len(inputs)
         if not self._by_backward:
             return list(torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=retain))
-        reached = {id(t): t for t in (*inputs, *self.parameters.values())}  # backward() fills every leaf there is
-        kept = [(t, t.grad, dict(t._post_accumulate_grad_hooks or {})) for t in reached.values()]
-        try:
-            for t, _, hooks in kept:
-                t.grad = None
-                if hooks:  # an update inside the backward, for example
-                    t._post_accumulate_grad_hooks.clear()
-            value.backward(retain_graph=retain)
-            return [t.grad for t in inputs]
-        finally:
-            for t, grad, hooks in kept:
-                t.grad = grad
-                if hooks:
-                    t._post_accumulate_grad_hooks.update(hooks)
+        reached = {id(t): t for t in (*inputs, *self.parameters.values())}.values()  # backward() fills every leaf
+        hooks = remembered(t._post_accumulate_grad_hooks for t in reached if t._post_accumulate_grad_hooks)
+        with empty_grads(reached):
+            try:
+                for t in reached:
+                    if t._post_accumulate_grad_hooks:  # an update inside the backward, for example
+                        t._post_accumulate_grad_hooks.clear()
+                value.backward(retain_graph=retain)
+                return [t.grad for t in inputs]
+            finally:
+                hooks()
 
     # --- other evaluations --------------------------------------------------------------------------------------------
 
@@ -183,9 +173,8 @@ class Measure:
         seed: int | None = None,
     ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
         if self._state != "in training":  # what a forward pass wrote down must not reach the next one
-            for buffer in self._buffers:
-                buffer.put_back()
-        with seeded(self.step.seed if seed is None else seed), torch.set_grad_enabled(graph), no_graph_asked(graph):
+            self._put_buffers_back()
+        with calling(self.step.seed if seed is None else seed, graph):
             return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
 
     def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -197,10 +186,7 @@ class Measure:
         assert fn is not None
         batch = fresh(self.step.batch if batch is None else batch)
         self.cost += 1 if graph else 1 / 3
-        if not graph:
-            with without_graph(self.step.seed):
-                return fn(self.step.model, batch)
-        with seeded(self.step.seed), torch.enable_grad():
+        with calling(self.step.seed, graph):
             return fn(self.step.model, batch)
 
     def now(self) -> Tensor:
@@ -242,29 +228,6 @@ class Measure:
         if key not in self._batches:
             self._batches[key] = make()
         return self._batches[key]
-
-
-class Buffer:
-    """A buffer of the model as it was, whether it is written into or replaced."""
-
-    def __init__(self, module: nn.Module, name: str, tensor: Tensor) -> None:
-        self.module, self.name, self.tensor = module, name, tensor
-        self.kept, self.version = tensor.detach().clone(), tensor._version
-
-    def put_back(self) -> None:
-        if self.module._buffers.get(self.name) is not self.tensor:
-            self.module._buffers[self.name] = self.tensor
-        if self.tensor._version != self.version:
-            with torch.no_grad():
-                self.tensor.copy_(self.kept)
-            self.version = self.tensor._version
-
-
-def buffers(model: nn.Module) -> Iterator[Buffer]:
-    for module in model.modules():
-        for name, tensor in module._buffers.items():
-            if tensor is not None and not tensor.is_inference():
-                yield Buffer(module, name, tensor)
 
 
 def fresh(batch: Mapping[str, Any]) -> Batch:

@@ -28,13 +28,13 @@ import torch
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
-from earnest_audit.measure import Batch, buffers
+from earnest_audit.measure import Batch
 from earnest_audit.measure import Reading as Reading
 from earnest_audit.measure import fresh as fresh
 from earnest_audit.measure import result_of as result_of
+from earnest_audit.restore import buffers, without_dropout
 from earnest_audit.restore import restored as restored
 from earnest_audit.restore import seeded as seeded
-from earnest_audit.restore import without_dropout
 from earnest_audit.states import States
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -190,15 +190,14 @@ class Probe(States):
         ):
             if rates:
                 self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
-            self._buffers = list(buffers(self.step.model))
+            self._put_buffers_back = buffers(self.step.model)
             self._sums = self._sum()
             if self.step.backward is None:  # or else when a law compares gradients: the run's own pass needs less
                 self.find_precision()
             try:
                 yield self
             finally:
-                for buffer in self._buffers:
-                    buffer.put_back()
+                self._put_buffers_back()
 
     def written(self) -> list[str]:
         """The trainable parameters that are not what they were when the audit began."""

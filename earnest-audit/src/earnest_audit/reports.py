@@ -55,16 +55,10 @@ def junit(verdict: Verdict) -> str:
 
 def _names(rows: Sequence[Finding]) -> list[str]:
     """The subject of each row; with its place, and then a number, where several audits have the same row."""
-    names = [f.subject for f in rows]
-    for more in ([f" ({f.place})" if f.place else "" for f in rows], None):
-        seen = Counter(zip((f.law for f in rows), names, strict=True))
-        so_far: Counter[tuple[str, str]] = Counter()
-        for i, f in enumerate(rows):
-            key = (f.law, names[i])
-            so_far[key] += 1
-            if seen[key] > 1:
-                names[i] += f" #{so_far[key]}" if more is None else more[i]
-    return names
+    alike = Counter((f.law, f.subject) for f in rows)
+    keys = [(f.law, f"{f.subject} ({f.place})" if f.place and alike[f.law, f.subject] > 1 else f.subject) for f in rows]
+    many = Counter(keys)
+    return [f"{key[1]} #{keys[: i + 1].count(key)}" if many[key] > 1 else key[1] for i, key in enumerate(keys)]
 
 
 def _xml(text: str) -> str:

@@ -6,7 +6,7 @@ import copy
 import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -53,19 +53,43 @@ def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
 @contextmanager
 def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
     """These tensors have their old bits on the way out."""
-    kept = [(t, t.detach().clone()) for t in tensors]
+    undo = remembered(tensors)
     try:
         yield
     finally:
-        with torch.no_grad():
-            for t, old in kept:
-                t.copy_(old)
+        undo()
 
 
 @contextmanager
-def observed(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any], Any]) -> Iterator[None]:
-    """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules."""
-    handles = [module.register_forward_hook(hook) for module in modules]
+def moved(tensors: Iterable[Tensor], by: Callable[[Tensor, Tensor], Tensor], seed: int) -> Iterator[None]:
+    """Inside, every tensor t is t + by(t, standard normal noise); afterwards it has its old bits."""
+    generator, tensors = torch.Generator().manual_seed(seed), list(tensors)
+    with put_back(tensors):
+        with torch.no_grad():
+            for t in tensors:
+                noise = torch.randn(t.shape, generator=generator).to(t.device, torch.float32)
+                t.add_(by(t, noise).to(t.dtype))
+        yield
+
+
+@contextmanager
+def empty_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Inside, ``.grad`` is empty at first; afterwards it is what it was."""
+    kept = [(t, t.grad) for t in tensors]
+    try:
+        for t, _ in kept:
+            t.grad = None
+        yield
+    finally:
+        for t, grad in kept:
+            t.grad = grad
+
+
+@contextmanager
+def observed(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
+    """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules; or
+    ``hook(module, inputs)`` before it."""
+    handles = [m.register_forward_pre_hook(hook) if before else m.register_forward_hook(hook) for m in modules]
     try:
         yield
     finally:
@@ -74,20 +98,12 @@ def observed(modules: Iterable[nn.Module], hook: Callable[[nn.Module, Any, Any],
 
 
 @contextmanager
-def no_graph_asked(graph: bool) -> Iterator[None]:
-    """Without a graph, reentrant checkpointing warns that its inputs need no gradient; here that is intended."""
-    if graph:
-        yield
-        return
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
-        yield
-
-
-@contextmanager
-def without_graph(seed: int) -> Iterator[None]:
-    """For one forward pass of the user's code that nothing is differentiated of."""
-    with seeded(seed), torch.no_grad(), no_graph_asked(False):
+def calling(seed: int, graph: bool) -> Iterator[None]:
+    """For one call of the user's code. Without a graph, reentrant checkpointing warns that its inputs need no gradient;
+    here that is intended."""
+    with seeded(seed), torch.set_grad_enabled(graph), nullcontext() if graph else warnings.catch_warnings():
+        if not graph:
+            warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         yield
 
 
@@ -103,26 +119,24 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_u
         tensors = {i: t for i, t in tensors.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
     if optimizer is not None:
         tensors |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    kept = [(t, t.detach().clone(), t.requires_grad, t.grad) for t in tensors.values()]
+    reached = [] if optimizer is None else _reached(optimizer)
+    kept = [(t, t.requires_grad, t.grad) for t in tensors.values()]
     modes = {id(m): m.training for m in model.modules()}
-    put_back = remember(optimizer) if optimizer is not None else None
-    if optimizer is not None and not own_update:
-        for value in _reached(optimizer):
+    undo = remembered([*tensors.values(), *reached])
+    if not own_update:
+        for value in reached:
             for name in HOOKS if isinstance(value, torch.optim.Optimizer) else ():
                 vars(value).get(name, {}).clear()
     try:
         yield
     finally:
-        with torch.no_grad():
-            for t, value, flag, grad in kept:
-                _refill(t, value)
-                t.grad = grad
-                if t.requires_grad != flag:
-                    t.requires_grad_(flag)
+        undo()
+        for t, flag, grad in kept:
+            t.grad = grad
+            if t.requires_grad != flag:
+                t.requires_grad_(flag)
         for m in model.modules():
             m.training = modes.get(id(m), m.training)
-        if put_back is not None:
-            put_back()
 
 
 def remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
@@ -131,14 +145,25 @@ def remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
     ``load_state_dict`` would not do: it casts floating state to the parameter's dtype (fp32 master weights of bf16
     parameters lose their bits) and replaces the groups that a schedule may hold.
     """
-    kept = [(value, _content(value)) for value in _reached(optimizer)]
+    return remembered(_reached(optimizer))
 
-    def put_back() -> None:
+
+def buffers(model: nn.Module) -> Callable[[], None]:
+    """A function that puts the model's buffers back, whether they are written into or replaced."""
+    places = [m._buffers for m in model.modules() if m._buffers]
+    return remembered([*places, *(b for b in model.buffers() if not b.is_inference())])
+
+
+def remembered(values: Iterable[Any]) -> Callable[[], None]:
+    """A function that puts what these tensors, dicts, lists and optimizers hold back into them."""
+    kept = [(value, _content(value)) for value in values]
+
+    def undo() -> None:
         with torch.no_grad():
             for value, content in kept:
                 _refill(value, content)
 
-    return put_back
+    return undo
 
 
 def _reached(optimizer: torch.optim.Optimizer) -> list[Any]:

@@ -14,7 +14,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.measure import Batch, Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import perturbation_sizes, put_back, restored
+from earnest_audit.restore import moved, perturbation_sizes, restored
 from earnest_audit.step import Step
 
 
@@ -111,18 +111,11 @@ class States(Measure):
 
     @contextmanager
     def moved(self, state: str, by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """Inside, every trainable parameter p is p + by(p, standard normal noise); afterwards it has its old bits.
-
-        ``state`` names where that is: the same name from the same place must mean the same bits.
-        """
+        """``moved`` for every trainable parameter. ``state`` names where that is: the same name from the same place
+        must mean the same bits."""
         outer, self._state = self._state, f"{self._state}, {state}"
-        generator = torch.Generator().manual_seed(self.step.seed + 17)
         try:
-            with put_back(self.parameters.values()):
-                with torch.no_grad():
-                    for p in self.parameters.values():
-                        noise = torch.randn(p.shape, generator=generator).to(p.device, torch.float32)
-                        p.add_(by(p, noise).to(p.dtype))
+            with moved(self.parameters.values(), by, self.step.seed + 17):
                 yield
         finally:
             self._state = outer

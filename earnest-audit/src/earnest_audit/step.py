@@ -13,7 +13,7 @@ print(audit(step))
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
@@ -180,48 +180,40 @@ class Step:
         given: Any = self.optimizer
         if isinstance(given, list | tuple):
             self.optimizer = Together(*given) if given else None
-        if isinstance(self.may_idle, str):
-            raise StepError(
-                f"may_idle={self.may_idle!r} is one text: give a sequence of patterns, ({self.may_idle!r},)."
-            )
+        for name in ("may_idle", "switches", "inert"):
+            if isinstance(text := getattr(self, name), str):
+                raise StepError(f"{name}={text!r} is one text: give a sequence of names, ({text!r},).")
         self._expand()
         if not isinstance(self.batch, Mapping) or not self.batch:
             what = "is empty" if isinstance(self.batch, Mapping) else f"is a {type(self.batch).__name__}"
             raise StepError(f"the batch {what}: give a dict of tensors, which the loss reads by their names.")
+        for sentence, name, known in self._names():
+            if name not in known:
+                raise StepError(f"{sentence.replace('{}', repr(name))}: {nearest(name, known)}")
         for role, key in self.roles.items():
-            if role not in ROLES:
-                raise StepError(f"unknown role {role!r}: {nearest(role, ROLES)}")
-            if key not in self.batch:
-                raise StepError(
-                    f"role {role!r} names {key!r}, which the batch does not have: {nearest(key, self.batch)}"
-                )
             if not isinstance(self.batch[key], Tensor):
                 raise StepError(f"role {role!r} ({key!r}) must be a tensor, got {type(self.batch[key]).__name__}.")
-        for metric, knob in self.weights.items():
-            if knob not in self.knobs:
-                raise StepError(
-                    f"term {metric!r} is weighed by {knob!r}, which is no setting: {nearest(knob, self.knobs)}"
-                )
-        for what, named in (("weight", self.switches), ("pure setting", self.pure), ("inert setting", self.inert)):
-            if isinstance(named, str):
-                raise StepError(f"the {what} {named!r} is one text: give a sequence of names, ({named!r},).")
-            for knob in named:
-                if knob not in self.knobs and not (what == "pure setting" and knob in self.options):
-                    raise StepError(f"the {what} {knob!r} is no setting: {nearest(knob, self.knobs)}")
         for option, modes in self.options.items():
             if len(set(map(repr, modes))) < 2:
                 raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
-        if self.family is not None and self.family not in get_args(Family):
-            raise StepError(f"unknown family {self.family!r}: {nearest(self.family, get_args(Family))}")
-        for field_name, keys in (("wide", self.wide or ()), ("masks", self.masks)):
-            for key in keys:
-                if key not in self.batch:
-                    known = nearest(key, self.batch)
-                    raise StepError(f"{field_name} names {key!r}, which the batch does not have: {known}")
-        if self.reduction is not None and self.reduction not in get_args(Reduction):
-            raise StepError(f"unknown reduction {self.reduction!r}: {nearest(self.reduction, get_args(Reduction))}")
         if not self.trainable():
             raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
+
+    def _names(self) -> Iterator[tuple[str, str, Collection[str]]]:
+        """Every name that a declaration uses, after the sentence that is said where it is none of the known ones."""
+        for role, key in self.roles.items():
+            yield "unknown role {}", role, ROLES
+            yield f"role {role!r} names {{}}, which the batch does not have", key, self.batch
+        for metric, knob in self.weights.items():
+            yield f"term {metric!r} is weighed by {{}}, which is no setting", knob, self.knobs
+        known = [*self.knobs, *self.options]
+        for what, names in (("weight", self.switches), ("pure setting", self.pure), ("inert setting", self.inert)):
+            yield from ((f"the {what} {{}} is no setting", name, known) for name in names)
+        for what, keys in (("wide", self.wide or ()), ("masks", self.masks)):
+            yield from ((f"{what} names {{}}, which the batch does not have", key, self.batch) for key in keys)
+        for what, name, choices in (("family", self.family, Family), ("reduction", self.reduction, Reduction)):
+            if name is not None:
+                yield f"unknown {what} {{}}", name, get_args(choices)
 
     def _expand(self) -> None:
         """Facts about settings and metrics, into the fields that the laws read. What stands there already stays."""
@@ -241,11 +233,10 @@ class Step:
         self.terms = {**terms, **self.terms}
         whole = [n for n, m in facts.items() if isinstance(m.weight, float) and n not in self.fixed]
         self.fixed = (*self.fixed, *whole)
-        if not isinstance(self.inert, str) and not isinstance(self.switches, str):
-            alone = {n for n, s in given.items() if s.kind == "weight"} - set(self.weights.values())
-            self.switches = (*self.switches, *(n for n in given if n in alone and n not in self.switches))
-            inert = [n for n, s in given.items() if s.kind == "inert" and n not in self.inert]
-            self.inert = (*self.inert, *inert)
+        alone = {n for n, s in given.items() if s.kind == "weight"} - set(self.weights.values())
+        self.switches = (*self.switches, *(n for n in given if n in alone and n not in self.switches))
+        inert = [n for n, s in given.items() if s.kind == "inert" and n not in self.inert]
+        self.inert = (*self.inert, *inert)
 
     def check_call(self) -> None:
         """Raise unless the loss takes a model, a batch, and every setting by its name."""

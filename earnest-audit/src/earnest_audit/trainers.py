@@ -22,7 +22,7 @@ from earnest_audit.step import Step
 
 Inputs = Mapping[str, Any]
 
-# Where a batch has this key, it has this role. The first key of a role counts.
+# Where a batch has this key, it has this role.
 ROLE_OF = {
     "input_ids": "ids",
     "attention_mask": "attention",
@@ -44,6 +44,7 @@ ROLE_OF = {
 KIND_OF: dict[str, Kind] = {"epsilon_low": "clip", "epsilon_high": "clip high"}
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
 DOCUMENTS = "documents of the packed rows"  # ours, and never passed to the trainer
+PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERTS = ("*.experts.*",)  # where the models that route keep them
 # One entry per token of the rows.
 PER_TOKEN = ("token_type_ids", "completion_ids", "sampling_per_token_logps", "chosen_attention", "rejected_attention",
@@ -58,7 +59,7 @@ def step_of_trainer(
 ) -> Step:  # fmt: skip
     """``compute_loss`` is the trainer's own; ``items`` is its num_items_in_batch."""
     pairs, taught = _is_paired(trainer, inputs), hasattr(trainer, "teacher_model") and "labels" in inputs
-    batch = _split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs)
+    batch, args = _split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs), trainer.args
     documents = _documents(inputs)
     if documents is not None:
         batch[DOCUMENTS] = documents
@@ -71,19 +72,17 @@ def step_of_trainer(
             value = compute_loss(model, whole, num_items_in_batch=items)
         return value, metrics
 
-    roles: dict[str, str] = {}
-    for key, role in ROLE_OF.items():
-        if isinstance(batch.get(key), Tensor) and role not in roles:
-            roles[role] = key
+    roles = {role: key for key, role in ROLE_OF.items() if isinstance(batch.get(key), Tensor)}
     if documents is not None:
         roles["documents"] = DOCUMENTS
-    if getattr(trainer.args, "distillation_weight", None) == 1:
+    if getattr(args, "distillation_weight", None) == 1:
         roles.pop("advantages", None)  # TRL's SDPO computes them and does not read them where it only distils
     if not _is_a(trainer, "KTOTrainer"):
         roles.pop("correct", None)
     if "labels" in roles:
         roles.pop("mask", None)  # the labels were made from it
-    kind = type(trainer).__name__
+    # A weight under a detach: DFT's is the token's own probability, WPO's the pair's.
+    weighed = getattr(args, "loss_type", None) == "dft" or getattr(trainer, "use_weighting", False)
     logprobs: Callable[[nn.Module, Inputs], Any] | None = _scores if pairs and _is_a(trainer, "RewardTrainer") else None
     if "advantages" in roles and hasattr(trainer, LOGPROBS):
         logprobs = _logprobs(trainer)
@@ -95,16 +94,16 @@ def step_of_trainer(
         settings={n: Setting(v, KIND_OF.get(n, "setting")) for n, v in knobs.items()},
         terms={"kl": "beta"} if "reference" in roles and "beta" in knobs else {},
         optimizer=hooked(trainer.optimizer),
-        max_grad_norm=getattr(trainer.args, "max_grad_norm", None) or None,
-        value_is_loss=False if _weighs_under_a_detach(trainer) else None,
+        max_grad_norm=getattr(args, "max_grad_norm", None) or None,
+        value_is_loss=False if weighed else None,
         logprobs=logprobs,
         all_supervised=all_supervised,
         rows_interact=_balances(model) or _couples(trainer),
-        pairwise=not _each_by_itself(trainer),
+        pairwise=not (_loss_types(trainer) & BY_ITSELF or getattr(args, "center_rewards_coefficient", None)),
         may_idle=EXPERTS if routes(model) else (),
-        precision=_precision(trainer),
-        name=f"{kind}'s step",
-        seed=int(getattr(trainer.args, "seed", 0)),
+        precision=next((dtype for name, dtype in PRECISIONS.items() if getattr(args, name, False)), None),
+        name=f"{type(trainer).__name__}'s step",
+        seed=int(getattr(args, "seed", 0)),
     )
     padded = edits.readings(step)[0]
     if padded <= {*PER_TOKEN, *APART}:  # else a tensor that is not known here has the rows' width, and stays a guess
@@ -129,15 +128,6 @@ def _loss_types(trainer: Any) -> set[str]:
     return {found} if isinstance(found, str) else set(found)
 
 
-def _weighs_under_a_detach(trainer: Any) -> bool:
-    """DFT's weight is the token's own probability, WPO's the pair's."""
-    return getattr(trainer.args, "loss_type", None) == "dft" or bool(getattr(trainer, "use_weighting", False))
-
-
-def _each_by_itself(trainer: Any) -> bool:
-    return bool(_loss_types(trainer) & BY_ITSELF) or bool(getattr(trainer.args, "center_rewards_coefficient", None))
-
-
 def _couples(trainer: Any) -> bool:
     """Rows that reach into each other: a sort, KTO's KL over the batch, or two terms with a normaliser each (a mean
     over pairs and a mean over tokens), which no weights of the parts can put together."""
@@ -152,12 +142,6 @@ def asks_for_a_mask(trainer: Any, inputs: Inputs) -> bool:
     if any(getattr(trainer.args, name, None) for name in ("completion_only_loss", "assistant_only_loss")):
         return True
     return "completion_mask" in inputs or "prompt_ids" in inputs
-
-
-def _precision(trainer: Any) -> torch.dtype | None:
-    if getattr(trainer.args, "bf16", False):
-        return torch.bfloat16
-    return torch.float16 if getattr(trainer.args, "fp16", False) else None
 
 
 # --- preference pairs: TRL stacks [chosen; rejected] ------------------------------------------------------------------

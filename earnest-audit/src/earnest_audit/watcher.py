@@ -99,7 +99,7 @@ class Watch:
         if self.every < 1:
             raise ValueError(f"every={self.every}: look at every n-th update, n ≥ 1.")
         self._seen = {n: _Parameter() for n, p in self.model.named_parameters() if p.requires_grad}
-        self._metrics: dict[str, tuple[float, int, int]] = {}  # the last value, how often in a row, how often at all
+        self._metrics: dict[str, tuple[float, Streak]] = {}  # the last value, and how often it was that of before
         self._shares: dict[str, list[float]] = {}
         self._terms_at = 0
         self._broken: dict[str, Finding] = {}
@@ -177,8 +177,9 @@ class Watch:
             if not math.isfinite(value):
                 why = f"{name} is not a number any more; what was learned since may be lost."
                 self._break(f"metric {name}", value, why)
-            last, run, count = self._metrics.get(name, (math.nan, 0, 0))
-            self._metrics[name] = (value, run + 1 if value == last else 1, count + 1)
+            last, same = self._metrics.get(name, (math.nan, Streak()))
+            same.see(value == last)
+            self._metrics[name] = (value, same)
 
     # --- around an update ---------------------------------------------------------------------------------------------
 
@@ -301,7 +302,8 @@ class Watch:
         yield from self.signals.findings()
 
     def _moving(self, name: str) -> Finding:
-        value, run, count = self._metrics.get(name, (math.nan, 0, 0))
+        value, same = self._metrics.get(name, (math.nan, Streak()))
+        run, count = same.row + 1, same.looks
         if count < MANY:
             return Finding("MR", f"metric {name}", f"{count} values", f"≥ {MANY}", "not applicable", "")
         return judged(

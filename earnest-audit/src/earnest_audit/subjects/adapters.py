@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.precision import rounding
-from earnest_audit.restore import perturbation_sizes, put_back
+from earnest_audit.restore import moved, perturbation_sizes
 from earnest_audit.subjects.base import Subject, gap, largest, outputs
 from earnest_audit.verdict import Finding
 
@@ -52,16 +52,13 @@ class AdapterStart(Subject, name="adapter at initialization"):
         names = f"{len(own)} of {len(trained)} trainable parameters are the adapter's"
         why = "Nothing of the adapter is trainable, or base weights are trained with it."
         yield self.finding("what is trainable", names, "all, and some", bool(own) and len(own) == len(trained), why)
-        with put_back(own):
-            yield from self._perturbed(adapted, own, before)
+        sizes = iter(perturbation_sizes(own, 1.0))
+        with moved(own, lambda _, noise: next(sizes) * noise, seed=0):
+            yield from self._perturbed(adapted, before)
         changed = [name for name, p, old in base.values() if not torch.equal(p.detach(), old)]
         yield self.none("base weights", changed, f"{len(changed)} changed", " changed when the adapter was attached.")
 
-    def _perturbed(self, adapted: nn.Module, own: Sequence[Tensor], before: Tensor) -> Iterator[Finding]:
-        with torch.no_grad():
-            rng = torch.Generator().manual_seed(0)
-            for p, size in zip(own, perturbation_sizes(own, 1.0), strict=True):
-                p.add_((size * torch.randn(p.shape, generator=rng)).to(p.device, p.dtype))
+    def _perturbed(self, adapted: nn.Module, before: Tensor) -> Iterator[Finding]:
         why = "Perturbing every parameter of the adapter does not change the outputs: it is not applied."
         yield self.moved("perturbed", outputs(self.outputs, adapted), before, why)
         if self.disable is None:

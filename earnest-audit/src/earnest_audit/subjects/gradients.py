@@ -14,12 +14,21 @@ from earnest_audit.edits import rows_of
 from earnest_audit.gradient import Gradient
 from earnest_audit.precision import COARSE, coarsest, noticing
 from earnest_audit.probe import fresh, result_of
-from earnest_audit.restore import restored, seeded, without_dropout
+from earnest_audit.restore import calling, empty_grads, moved, restored, without_dropout
 from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
 SAME = 16  # units in the last place: two calls that did the same; as many times that, and they did not
 LEFT = 0.25  # in 16 bits a multiple of the unit would let anything pass
+PARTS = (
+    "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or done "
+    "twice, gradients cleared or clipped between the parts, or only the last part counts. A loss that is taken per "
+    "micro-batch by design declares rows_interact=True."
+)
+COPIES = (
+    "The same batch twice has a gradient of another direction: a term of the loss is multiplied by the number of ranks "
+    "or micro-batches, and the others are not."
+)
 TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below
 BINDS = 0.5  # of the gradient's norm: a clip that does not bind hides where and how it is done
 STABILISER = 1e-6  # what torch's clip_grad_norm_ adds to the norm before it divides
@@ -44,11 +53,8 @@ class _Gradients:
     def _made_by(self, act: Callable[[], Any]) -> Gradient:
         """What ``act`` leaves in ``.grad``, where nothing was before. The model is as it was afterwards: what a forward
         pass writes into buffers is no state of the accumulation."""
-        with restored(self.model, None):
-            for p in self.model.parameters():
-                p.grad = None
-            with seeded(self.seed), torch.enable_grad():
-                act()
+        with restored(self.model, None), empty_grads(self.model.parameters()), calling(self.seed, graph=True):
+            act()
             return self._left()
 
     def _left(self) -> Gradient:
@@ -64,12 +70,10 @@ class _Gradients:
     def _room(self, whole: Gradient, seen: Sequence[torch.dtype], again: Callable[[], Gradient]) -> tuple[float, float]:
         """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one
         unit in the last place of every parameter does, in what the step computes in; and the largest such unit."""
-        rng, units = torch.Generator().manual_seed(self.seed), self._units(seen)
-        with restored(self.model, None):
-            for p, own in units:
-                side = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
-                p.data.add_(p.detach().abs() * own * side)
-            floor, unit = whole.distance(again()), max((own for _, own in units), default=0.0)
+        units = self._units(seen)
+        unit, each = max((own for _, own in units), default=0.0), iter(units)
+        with moved((p for p, _ in units), lambda p, noise: p.abs() * next(each)[1] * noise.sign(), self.seed):
+            floor = whole.distance(again())
         return min(0.5, 8 * max(floor, unit) if unit > COARSE else 16 * max(floor, 4 * unit)), unit
 
 
@@ -105,45 +109,26 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
     stateful: bool = False
 
     def check(self) -> Iterator[Finding]:
-        split, cut = _cut(self.batch, self.split)
-        subject = f"{self.what} of {split} rows"
-        if self.rows_interact:
-            yield from self._copies(subject)
-            return
+        split, parts = _cut(self.batch, self.split)
+        subject, expected, meaning = f"{self.what} of {split} rows", "≤ {}", PARTS
+        if self.rows_interact:  # equal micro-batches still have the gradient of one, up to a factor
+            why = "Rows interact by declaration: parts may have another gradient."
+            yield self.not_applicable(subject, "not checked", why)
+            parts = [dict(self.batch), dict(self.batch)]
+            subject, expected, meaning = f"the batch twice, as {self.what}", "≤ {}, up to a factor", COPIES
         with without_dropout(self.model):  # other parts would get other masks
             with noticing(self.model) as seen:
                 whole, again = self._gradient([self.batch]), self._gradient([self.batch])
             twice = self._twice(whole, again, seen)
-            parts = self._gradient(cut)
+            found = self._gradient(parts)
             room, _ = self._room(whole, seen, lambda: self._gradient([self.batch]))
-        room = max(room, 8 * whole.distance(again))
-        off, factor = whole.distance(parts), parts.best_scale(whole)
-        yield self.finding(
-            subject, f"gradient off by {off:.2g} (best factor {factor:.3g})", f"≤ {room:.2g}",
-            off <= room and whole.norm() > 0,
-            "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or "
-            "done twice, gradients cleared or clipped between the parts, or only the last part counts. A loss that is "
-            "taken per micro-batch by design declares rows_interact=True.",
-        )  # fmt: skip
+        room, factor = max(room, 8 * whole.distance(again)), found.best_scale(whole)
+        off = whole.times(factor if self.rows_interact else 1.0).distance(found)
+        measured = f"gradient off by {off:.2g} (best factor {factor:.3g})"
+        holds = off <= room and whole.norm() > 0
+        yield self.finding(subject, measured, expected.format(f"{room:.2g}"), holds, meaning)
         if not self.stateful:
             yield twice
-
-    def _copies(self, subject: str) -> Iterator[Finding]:
-        """Where a part of the loss is taken per micro-batch, equal micro-batches still have the gradient of one."""
-        why = "Rows interact by declaration: parts may have another gradient."
-        yield self.not_applicable(subject, "not checked", why)
-        with without_dropout(self.model):
-            with noticing(self.model) as seen:
-                one, two = self._gradient([self.batch]), self._gradient([self.batch, self.batch])
-            room, _ = self._room(one, seen, lambda: self._gradient([self.batch]))
-        factor = two.best_scale(one)
-        off = one.times(factor).distance(two)
-        yield self.finding(
-            f"the batch twice, as {self.what}", f"gradient off by {off:.2g} (best factor {factor:.3g})",
-            f"≤ {room:.2g}, up to a factor", off <= room and one.norm() > 0,
-            "The same batch twice has a gradient of another direction: a term of the loss is multiplied by the number "
-            "of ranks or micro-batches, and the others are not.",
-        )  # fmt: skip
 
     def _twice(self, whole: Gradient, again: Gradient, seen: Sequence[torch.dtype]) -> Finding:
         """Of two calls that differ, a third decides. Where it repeats one of them, or the calls are as 1 : 2 : 3, a
@@ -246,7 +231,7 @@ class Update(_Gradients, Subject, name="update"):
                 p.grad = None
         handle = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._left()))
         try:
-            with seeded(self.seed), torch.enable_grad():
+            with calling(self.seed, graph=True):
                 self.update([fresh(b) for b in parts], max_grad_norm)
         finally:
             handle.remove()
