@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,8 +26,9 @@ class Together(torch.optim.Optimizer):
         return [group for member in self.members for group in member.param_groups]
 
     @property
-    def state(self) -> MutableMapping[Any, Any]:  # type: ignore[override]
-        return _States(self.members)
+    def state(self) -> dict[Any, Any]:  # type: ignore[override]
+        """Parameter -> the state that its member keeps; to be read."""
+        return {p: state for member in self.members for p, state in member.state.items()}
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for member in self.members:
@@ -52,31 +53,3 @@ class Together(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"Together({', '.join(type(m).__name__ for m in self.members)})"
-
-
-class _States(MutableMapping[Any, Any]):
-    """The members' states under one roof: a parameter's state is written where the parameter is owned."""
-
-    def __init__(self, members: tuple[torch.optim.Optimizer, ...]) -> None:
-        self.members = members
-
-    def _home(self, key: Any) -> Any:
-        for member in self.members:
-            if key in member.state or any(key is p for group in member.param_groups for p in group["params"]):
-                return member.state
-        return self.members[0].state
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._home(key)[key]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._home(key)[key] = value
-
-    def __delitem__(self, key: Any) -> None:
-        del self._home(key)[key]
-
-    def __iter__(self) -> Iterator[Any]:
-        return (key for member in self.members for key in member.state)
-
-    def __len__(self) -> int:
-        return sum(len(member.state) for member in self.members)

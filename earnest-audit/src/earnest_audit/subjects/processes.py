@@ -164,8 +164,7 @@ class Gather(Subject, name="gather"):
     padding: float | None = None
 
     def check(self) -> Iterator[Finding]:
-        plain = self._row("ranks", self._counted([3] * self.ranks))
-        yield plain
+        yield (plain := self._row("ranks", self._counted([3] * self.ranks)))
         if self.ragged:
             yield self._row("ranks of different lengths", self._counted([rank + 2 for rank in range(self.ranks)]))
         else:
