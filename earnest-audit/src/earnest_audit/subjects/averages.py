@@ -64,11 +64,8 @@ class Ema(Subject, name="moving average"):
         later = list(self._rows(warmed, old, new, warm=True))
         fails = [any(f.outcome == "fails" for f in found) for found in (rows, later)]
         yield from later if fails == [True, False] else rows
-        current = new.clone()
-        copied(self.update)(old.clone(), current, SMALL)
-        moved, why = largest(gap(current, new)), "An update of the average writes into the weights that are trained."
-        same = current.equal(new)
-        yield self.finding("the current weights afterwards", f"moved by {moved:.2g}", "bit-equal", same, why)
+        update, why = copied(self.update), "An update of the average writes into the weights that are trained."
+        yield self.untouched(lambda current: update(old.clone(), current, SMALL), {"current weights": new}, why)[1]
         # Two updates at one rate leave (1 - rate)² of the way; a decay that warms up does so later.
         wanted = new + (1 - SMALL) ** 2 * (old - new)
         twice = [self._run(update, old, new, SMALL, 1 + self.every)[1] for update in (self.update, warmed)]
@@ -79,17 +76,12 @@ class Ema(Subject, name="moving average"):
 
     def _rows(self, update: Average, old: Tensor, new: Tensor, warm: bool = False) -> Iterator[Finding]:
         """``warm``: the update has been made many times. A warm-up holds the rate above 0 for ever, and ever less."""
-        for subject, current, rate, wanted, meaning in (
-            ("rate 0", new, 0.0, old, "At rate 0 the average must stay. It does not: rate and decay are swapped."),
-            ("rate 1", new, 1.0, new, "At rate 1 the average must be the current weights. It is not: rate and decay "
-             "are swapped, or the result is discarded."),
-            (f"rate {SMALL:g}", new, SMALL, old + SMALL * (new - old), "A small rate must move the average by that "
-             "share of the way: a large move is rate and decay swapped, none is a result that is discarded."),
-            ("equal weights", old, 0.5, old, "An average of equal weights must stay: the two weights do not add to 1."),
-        ):  # fmt: skip
-            off = largest(gap(self._run(update, old, current, rate)[1], wanted)) / largest(gap(old, new))
-            room = SMALL if warm and rate == 0 else rounding(old)
-            yield self.agrees(f"{subject}, after {WARM} updates" if warm else subject, off, room, meaning, OFF)
+        why = "The average is not average + rate·(current - average): rate and decay are swapped, the result is "
+        why += "discarded, or the two weights do not add to 1."
+        for rate, wanted in ((0.0, old), (1.0, new), (SMALL, old + SMALL * (new - old))):
+            off = largest(gap(self._run(update, old, new, rate)[1], wanted)) / largest(gap(old, new))
+            room, after = SMALL if warm and rate == 0 else rounding(old), f", after {WARM} updates" if warm else ""
+            yield self.agrees(f"rate {rate:g}{after}", off, room, why, OFF)
 
     def _adds_up(self, old: Tensor, new: Tensor) -> Finding:
         """1/rate updates go two thirds of the way; at least half of that is required."""
