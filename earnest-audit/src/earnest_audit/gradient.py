@@ -82,13 +82,6 @@ class Span:
         """Whether the target is such a combination, up to ``error``, with no weight below 0."""
         return self.rest <= error and self.signs(error)
 
-    def room(self, error: float) -> tuple[float, float]:
-        """By how much a relative ``error`` of the three gradients moves either weight."""
-        longest = max(1.0, abs(self.alpha) * self.lengths[0], abs(self.beta) * self.lengths[1])
-        scale = error * longest / max(self.angle, 1e-300)
-        first, second = (scale / max(length, 1e-300) for length in self.lengths)
-        return first, second
-
     def signs(self, error: float) -> bool:
         """Whether neither weight is below 0 by more than a relative ``error`` of the three gradients explains."""
         room = error / max(self.angle, 1e-300)
