@@ -136,22 +136,6 @@ def test_only_swapped_weights_grow_towards_both_ends(loss: Any, outcome: str, dt
     assert found["a mixture's weight alpha"] == outcome and found[IDENTICAL] == "holds"
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("turned", [False, True])
-def test_forward_and_reverse_are_told_apart(turned: bool, dtype: torch.dtype) -> None:
-    """twinkle #112 and aprender #2153: the two are swapped."""
-
-    def loss(model: nn.Module, batch: Mapping[str, Any], temperature: float, side: str = "forward_kl") -> Tensor:
-        student, teacher = both(model, batch, temperature)
-        if (side == "forward_kl") == turned:
-            student, teacher = teacher, student
-        return mean((teacher.exp() * (teacher - student)).sum(-1), batch)
-
-    step = step_of(loss, options={"side": ("forward_kl", "reverse_kl")}, knobs={"temperature": 1.5}, dtype=dtype)
-    (row,) = [f for f in audit(step, laws=[identical.LAW]).findings if f.subject.startswith("option side")]
-    assert row.outcome == ("fails" if turned else "holds"), row.measured
-
-
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_divergence_that_is_one_term_with_a_weight_is_judged_by_it(wrong: bool) -> None:
     def loss(model: nn.Module, batch: Mapping[str, Any], coef: float) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit
 from earnest_audit.law import Law
-from earnest_audit.laws import finite_difference, masks, metrics, shadow, splits
+from earnest_audit.laws import finite_difference, masks, shadow, splits
 from tests.audit.steps import dpo_step, grpo_loss, logprobs, policy_step, sft_step
 
 
@@ -141,27 +141,3 @@ def test_a_declared_reduction_is_checked(reduction: str) -> None:
     assert failed(sft_step(loss, reduction=other), splits.LAW) == {"every row twice"}
     with pytest.raises(StepError, match="unknown reduction 'average'"):
         sft_step(loss, reduction="average")
-
-
-def logging(**values: Callable[[Mapping[str, Tensor]], Any]) -> Step:
-    def loss(model: Any, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Any]]:
-        value, found = grpo_loss(model, batch, beta, clip)
-        return value, {"kl": found["kl"], **{name: make(found) for name, make in values.items()}}
-
-    step = policy_step(loss)
-    step.metrics = {"kl": (0.0, None)}
-    return step
-
-
-def test_usual_names_of_metrics_have_a_range_and_move() -> None:
-    fraction: Callable[[Mapping[str, Tensor]], Any] = lambda found: found["clip_fraction"]  # noqa: E731
-    good = logging(clip_fraction=fraction, truncation_rate=lambda _: 0.25, learning_rate=lambda _: 3.0,
-                   ratio=lambda _: 1.0)  # fmt: skip
-    assert not {s for s in failed(good, metrics.LAW) if "unchanged" not in s}
-    constant = logging(clip_fraction=lambda _: 0.0)
-    constant.metrics = {"clip_fraction": (0.0, 1.0)}
-    assert "metric clip_fraction" in failed(constant, metrics.LAW)
-    assert "metric win_rate" in failed(logging(win_rate=lambda found: 5 * found["clip_fraction"] + 2), metrics.LAW)
-    assert "metric prob_ratio" in failed(logging(prob_ratio=lambda found: -found["kl"] - 1), metrics.LAW)
-    constant.still = frozenset({"clip_fraction"})
-    assert "metric clip_fraction" not in failed(constant, metrics.LAW)

@@ -18,7 +18,6 @@ from earnest_audit.laws import (
 from earnest_audit.verdict import Finding
 from tests.audit.laws.test_pairs import pair_step
 from tests.audit.steps import (
-    distill_step,
     dpo_step,
     sequence_logprobs,
     sft_loss,
@@ -91,46 +90,6 @@ def rows(findings: tuple[Finding, ...]) -> dict[str, str]:
 
 def mean(values: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return (values * batch["mask"]).sum() / batch["mask"].sum()
-
-
-def both(model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    student = model(batch["ids"], batch["attention"])[:, :-1] / temperature
-    return student.log_softmax(-1), (batch["teacher"] / temperature).log_softmax(-1)
-
-
-def step_of(loss: Any, **more: Any) -> Step:
-    step = distill_step(loss, dtype=more.pop("dtype", torch.float32))
-    step.knobs = {}
-    for name, value in more.items():
-        setattr(step, name, value)
-    step.__post_init__()
-    return step
-
-
-def jsd(model: nn.Module, batch: Mapping[str, Any], alpha: float, outer: Any = None, scale: float = 1.0) -> Tensor:
-    student, teacher = both(model, batch)
-    mixture = torch.logaddexp(student + torch.tensor(1 - alpha).log(), teacher + torch.tensor(alpha).log())
-    share = alpha if outer is None else outer(alpha)
-    to_teacher = (teacher.exp() * (teacher - mixture)).sum(-1)
-    to_student = (student.exp() * (student - mixture)).sum(-1)
-    return scale * mean(share * to_teacher + (1 - share) * to_student, batch)
-
-
-def test_an_end_that_is_clamped_trains_nothing() -> None:
-    """verl-recipe #151: β is held inside (1e-6, 1 - 1e-6), so that β = 1 has next to no gradient."""
-
-    def clamped(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
-        return jsd(model, batch, min(max(beta, 1e-6), 1 - 1e-6))
-
-    def ends(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
-        student, teacher = both(model, batch)
-        if beta >= 1:
-            return mean((student.exp() * (student - teacher)).sum(-1), batch)
-        return jsd(model, batch, beta)
-
-    for loss, seen in ((clamped, True), (ends, False)):
-        found = rows(audit(step_of(loss, knobs={"beta": 1.0}), laws=[knobs.LAW]).findings)
-        assert (found.get("setting beta, its present value") == "fails") == seen and found["setting beta"] == "holds"
 
 
 def chunked(model: nn.Module, batch: Mapping[str, Any], chunk: int, means: bool) -> Tensor:

@@ -1,8 +1,7 @@
-"""DIV-ZERO: Identical distributions have the least cost and a zero gradient, different ones have a gradient, and a mode
-named forward KL is closer to the likelihood of a certain teacher's token than the one named reverse KL.
+"""DIV-ZERO: Identical distributions have the least cost and a zero gradient, different ones have a gradient, and a
+mixture's weight does not make the divergence negative, or larger at both of its ends.
 
 teacher = student          →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
-teacher sure of one token  →   ∇ forward KL = ∇ of that token's negative log-likelihood; ∇ reverse KL is not
 GJS_α between disjoint distributions is H(α)·scale, largest at α = ½: swapped outer weights reverse that
 
 Needs: roles teacher and student=fn; where another loss is mixed in, its weight, or Setting(value, pure=…)
@@ -10,8 +9,7 @@ How: The teacher is replaced by the student's own output. Declared terms are off
 puts all its probability on a token that the student finds unlikely.
 Exceptions: In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the
 teacher's entropy as its value. A setting that mixes in a likelihood declares the value that switches it off, pure=….
-Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights,
-twinkle #112 and aprender #2153 (forward and reverse swapped)
+Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law, Rows
 from earnest_audit.laws.parts import Part, weakest
 from earnest_audit.laws.ratio import on_policy
@@ -31,9 +28,6 @@ IDENTICAL = "identical distributions"
 ENDS = (1e-3, 0.5, 1 - 1e-3)
 # Swapped, the ends are (1-ε)·ln(1/ε)/ln 2 ≈ 10 times the middle; Amari's α-divergence, which is right, has 250.
 TURNED = (1.5, 40.0)
-FORWARD = ("forward_kl", "forward", "fkl", "kl_forward")
-REVERSE = ("reverse_kl", "reverse", "rkl", "kl_reverse")
-CLEAR = 0.02  # both cosines are near each other where the student is sure of one token as well
 
 
 def sampled(step: Step) -> bool:
@@ -71,7 +65,6 @@ def check(probe: Probe) -> Rows:
     )  # fmt: skip
     if pull is not None:
         yield from _weights_swapped(probe, pull.part, key, own)
-    yield from _direction(probe)
 
 
 def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
@@ -89,58 +82,18 @@ def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
         values = [probe.look(far, {**part.knobs, knob: at}).loss for at in ENDS]
     except Exception:
         return  # the step refuses such weights: it is no mixture's share
-    subject = f"a mixture's weight {knob}"
-    if min(values) < -1e-3 * max(map(abs, values)):
-        yield LAW.finding(
-            subject, f"{min(values):.2g} at one of {', '.join(f'{at:g}' for at in ENDS)}, for a teacher far away",
-            "never below 0", False,
-            "A divergence is not negative. This one is: one of its halves has a wrong sign, or another normaliser.",
-        )  # fmt: skip
-        return
-    ends = [value / max(abs(values[1]), 1e-300) for value in (values[0], values[2])]
+    low, middle, high = values
+    size = max(map(abs, values))
+    ends = [end / max(abs(middle), 1e-300) for end in (low, high)]
     yield LAW.finding(
-        subject, f"{ends[0]:.2g} and {ends[1]:.2g} times the value at ½, near 0 and near 1, for a teacher far away",
-        "not larger near both ends", not all(TURNED[0] < end < TURNED[1] for end in ends),
-        "A generalised Jensen–Shannon divergence is largest at ½ and fades towards both ends of its weight. This one "
-        "grows: the mixture's weights are swapped against the outer ones.",
+        f"a mixture's weight {knob}",
+        f"{low:.2g}, {middle:.2g} and {high:.2g} near 0, at ½ and near 1, for a teacher far away",
+        "never below 0, and not larger near both ends",
+        min(values) >= -1e-3 * size and not all(TURNED[0] < end < TURNED[1] for end in ends),
+        "A generalised Jensen–Shannon divergence is never negative, is largest at ½ and fades towards both ends of its "
+        "weight. This one is not: the mixture's weights are swapped against the outer ones, or one of its halves has "
+        "a wrong sign or another normaliser.",
     )  # fmt: skip
-
-
-def _direction(probe: Probe) -> Rows:
-    """Checked only where both names are among an option's modes."""
-    step = probe.step
-    teacher: Tensor = step.batch[step.roles["teacher"]]
-    for option, modes in step.options.items():
-        forward, reverse = (
-            next((m for m in modes if isinstance(m, str) and m.lower().replace("-", "_") in names), None)
-            for names in (FORWARD, REVERSE)
-        )
-        if forward is None or reverse is None or teacher.ndim < 3:
-            continue
-        sure, wanted = _sure(probe, teacher)
-        if wanted is None:
-            return
-        knobs = {**step.terms_off, **step.pure}
-        near, far = (probe.gradient(sure, {**knobs, option: mode}).cosine(wanted) for mode in (forward, reverse))
-        yield LAW.finding(
-            f"option {option}: {forward} and {reverse}",
-            f"cosines {near:.2f} and {far:.2f} to the likelihood of a certain teacher's token", f"{forward} is nearer",
-            near > far - CLEAR,
-            f"{forward} is KL(teacher ‖ student), which for a certain teacher is the likelihood of its token. Here "
-            f"{reverse} is that: the two are swapped, or the arguments of a KL function are.",
-        )  # fmt: skip
-
-
-def _sure(probe: Probe, teacher: Tensor) -> tuple[edits.Batch, Gradient | None]:
-    """A batch whose teacher is certain of a token that the student finds unlikely, and that token's ∇NLL."""
-    step, own = probe.step, probe.forward(probe.step.student)
-    if own.shape != teacher.shape or not own.is_floating_point():
-        return dict(step.batch), None
-    far = opposite_teacher(teacher, own.detach())
-    logs = own.log() if edits.probability_like(own.detach()) else own.log_softmax(-1)
-    picked = logs.gather(-1, far.argmax(-1, keepdim=True))[..., 0]
-    wanted = probe.pull(-(picked * edits.taken(step, picked)).sum())
-    return {**step.batch, step.roles["teacher"]: far}, wanted
 
 
 def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ How: Gradients (never loss values) at other values of the setting, from a pertur
 Exceptions: A clip has no effect at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not
 sufficient: a sign or swapped modes pass here and fail elsewhere.
 Detects: SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means of
-chunks), verl-recipe #151 (an end of β that is clamped)
+chunks)
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.inputs import far
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
-
-GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within a factor of two
 
 
 def check(probe: Probe) -> Rows:
@@ -96,9 +94,6 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Rows:
         if probe.is_change(change):
             moved = f"{value:g} → {other:g}{how} moved the gradient by {change:.2g}"
             yield LAW.finding(subject, moved, "above 0", True)
-            if not (how or clip or isinstance(value, bool)) and value and 0.5 <= other / value <= 2:
-                here, there = (probe.gradient(batch, k).norm() for k in (None, {knob: other}))
-                yield from _vanished(knob, value, other, here, there)
             return
     if not tried:
         none = f"no other legal value of {value!r} was found"
@@ -190,16 +185,6 @@ def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> s
                 if change is not None and probe.is_change(change):
                     return f"{option} = {mode!r}"
     return None
-
-
-def _vanished(knob: str, value: Any, other: Any, here: float, there: float) -> Rows:
-    """A setting whose present value leaves almost no gradient, while one within a factor of two does not."""
-    if here < GONE * there:
-        yield LAW.finding(
-            f"setting {knob}, its present value",
-            f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}", f"≥ {GONE:g}", False,
-            f"{knob} = {value:g} trains next to nothing: an end of its range is clamped instead of treated by itself.",
-        )  # fmt: skip
 
 
 def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Finding:

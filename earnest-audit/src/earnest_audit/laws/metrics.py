@@ -5,8 +5,7 @@ L = Σ weight·term + Σ fixed terms
 
 Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
 every term: the setting that weighs it, or 1.0
-How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
-and accuracies have a range by their names.
+How: Metrics on the batch, in distant states, and with behaviour = current policy.
 Exceptions: Counts and settings are constant by nature; only declared metrics must vary, unless Metric(moves=False)
 declares otherwise. A metric with another normaliser than its term does not add up; then declare no weight of 1.0.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always
@@ -16,7 +15,6 @@ Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that 
 from __future__ import annotations
 
 import math
-import re
 
 import torch
 
@@ -31,10 +29,6 @@ from earnest_audit.step import Raises
 # are one.
 UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
-SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies", "rate"}  # between 0 and 1, declared or not
-NOT_SHARES = {"learning", "lr", "decay", "growth", "sampling", "token", "tokens", "step"}  # such rates may be anything
-RATIOS = {"ratio", "prob", "probability", "importance", "likelihood", "policy", "clip"}  # of these, never below 0
-SPREADS = {"mean", "avg", "min", "max"}  # what stands after such a name
 
 
 def check(probe: Probe) -> Rows:
@@ -71,7 +65,7 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
             states.append(dict(probe.look(probe.off_policy()).metrics))
     with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
         states.append(dict(probe.look(probe.off_policy()).metrics))
-    for name, (low, high) in {**step.metrics, **_shares(probe, found)}.items():
+    for name, (low, high) in step.metrics.items():
         seen = [s[name] for s in states if name in s]
         room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
         inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
@@ -109,18 +103,6 @@ def _sums(probe: Probe) -> Rows:
         "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
         "is in the loss.",
     )  # fmt: skip
-
-
-def _shares(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
-    """Undeclared metrics whose names make them shares (0 to 1), or ratios (0 or above)."""
-    ranges: dict[str, tuple[float | None, float | None]] = {}
-    for name in (n for n in found if n not in probe.step.metrics):
-        words = [w for w in re.split(r"[^a-z]+", name.lower()) if w and w not in SPREADS]
-        if set(words) & (SHARES - {"rate"}) or (words[-1:] == ["rate"] and not NOT_SHARES & set(words)):
-            ranges[name] = (0.0, 1.0)
-        elif words[-1:] == ["ratio"] and set(words) <= RATIOS:
-            ranges[name] = (0.0, 1.0 if "clip" in words else None)
-    return ranges
 
 
 def _unchanged(probe: Probe) -> Rows:
