@@ -23,7 +23,7 @@ import torch
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.inputs import far
-from earnest_audit.probe import Probe
+from earnest_audit.probe import Change, Probe
 from earnest_audit.verdict import Finding
 
 
@@ -36,7 +36,7 @@ def check(probe: Probe) -> Rows:
         if knob in step.inert:
             yield _inert(probe, base, knob, value)
         elif knob not in weights:  # a weight is checked for more below
-            yield from _setting(probe, base, knob, value)
+            yield _setting(probe, base, knob, value)
     for option, modes in step.options.items():
         yield _modes(probe, base, option, list(modes))
     for metric, knob in step.weights.items():
@@ -82,43 +82,38 @@ def _moved(
     return here.distance(there) if there.finite() else 0.0
 
 
-def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Rows:
-    step, subject, clip = probe.step, f"setting {knob}", knob in probe.step.clips
-    at_one, tried = clip and step.ratio_role not in step.roles, list[Any]()
-    for how, batch, other in _trials(probe, base, knob, value, at_one):
-        if not how and tried and not probe.afford(1 if batch is base else 2):
-            continue
-        if (change := _moved(probe, batch, {knob: other})) is None:
-            continue
-        tried += [] if how else [other]
-        if probe.is_change(change):
-            moved = f"{value:g} → {other:g}{how} moved the gradient by {change:.2g}"
-            yield LAW.finding(subject, moved, "above 0", True)
-            return
+def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
+    """The first trial that changes the gradient is enough."""
+    step, subject, tried = probe.step, f"setting {knob}", list[Any]()
+    at_one, inert = knob in step.clips and step.ratio_role not in step.roles, f'Setting({value!r}, "inert")'
+
+    def changes() -> Iterator[Change]:
+        for how, batch, other in _trials(probe, base, knob, value, at_one):
+            if not how and tried and not probe.afford(1 if batch is base else 2):
+                continue
+            if (change := _moved(probe, batch, {knob: other})) is not None:
+                tried.extend([] if how else [other])
+                yield change, f": {value:g} → {other:g}{how}"
+
+    row = probe.matters(
+        subject, changes(),
+        f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
+        f"without a gradient. Where it is intended to change nothing (a chunk length), declare {inert}.",
+    )  # fmt: skip
+    if row.outcome == "holds":
+        return row
     if not tried:
-        none = f"no other legal value of {value!r} was found"
-        yield LAW.finding(subject, none, "-", "not declared", "Declare its other modes: Setting(value, modes=(…)).")
-    elif at_one:
-        yield LAW.finding(
-            subject, "no change", "-", "not declared",
-            "A clip does nothing at ratio 1. Declare the role behaviour, so that other ratios can be made; where every "
-            f'step is on-policy by design, declare settings={{"{knob}": Setting({value!r}, "inert")}}.',
-        )  # fmt: skip
-    elif (mode := _in_other_modes(probe, base, knob, value)) is not None:
-        yield LAW.not_applicable(subject, f"it acts with {mode} only")
-    elif len(set(tried)) < min(3, len(candidates(value))):
+        return LAW.not_declared(subject, f"the other modes of {knob}, Setting({value!r}, modes=(…)),")
+    if at_one:
+        return LAW.not_declared(
+            subject, f"the role behaviour (a clip does nothing at ratio 1), or {inert} where every step is on-policy,"
+        )
+    if (mode := _in_other_modes(probe, base, knob, value)) is not None:
+        return LAW.not_applicable(subject, f"it acts with {mode} only")
+    if len(set(tried)) < min(3, len(candidates(value))):
         spent = f"not checked: no change by {len(tried)} values, and the budget is spent"
-        yield LAW.not_applicable(subject, spent, "Too few values were tried to conclude that it does nothing.")
-    else:
-        values = ", ".join(f"{t:g}" for t in dict.fromkeys(tried))
-        yield LAW.finding(
-            subject,
-            "no change above the noise" if probe.noise() else f"{value} → {values} left the gradient bit-equal",
-            "a change", False,
-            f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
-            "without a gradient. Where it is intended to change nothing (a chunk length), declare "
-            f'settings={{"{knob}": Setting({value!r}, "inert")}}.',
-        )  # fmt: skip
+        return LAW.not_applicable(subject, spent, "Too few values were tried to conclude that it does nothing.")
+    return row
 
 
 def _trials(
