@@ -1,13 +1,14 @@
 """How many defects of public issues of 2026 does the audit detect, and does it accuse unusual right steps?
 
-    python -m benchmarks.audit_blind [--strangers] [--out FILE] [--table]
+    python -m benchmarks.audit_blind [--strangers [1|2]] [--out FILE] [--table]
 
 The cases of ``tests/audit/blind2026`` were written by an author who had read the declarations and the subjects'
 docstrings, and no law of steps. With ``--strangers`` the cases are those of ``tests/audit/reading2026``, whose authors
-had seen nothing of the audit. Both were committed before any of them was audited.
+had seen nothing of the audit; ``--strangers 2`` takes those of two further readers (``tests/audit/reading2026b``). All
+were committed before any of them was audited.
 
-``results/audit_blind_first.json`` and ``audit_blind_strangers_first.json`` have the result of the first run, before
-anything was changed; they are never written again. A defect counts as detected if a law fails on it that holds on its
+``results/audit_blind_first.json``, ``audit_blind_strangers_first.json`` and ``audit_blind_strangers2_first.json`` have
+the result of the first run, before anything was changed; they are never written again. A defect counts as detected if a law fails on it that holds on its
 fix.
 """
 
@@ -26,10 +27,16 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' own
 
 from earnest_audit import audit
-from tests.audit import blind2026, reading2026
+from tests.audit import blind2026, reading2026, reading2026b
 from tests.audit.reading2026.reasons import ALARMS, MISSES
 
 RESULTS = Path(__file__).parent / "results"
+Reasons = tuple[Mapping[str, str], Mapping[str, str]]
+READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # name, defects, right steps, reasons
+    0: ("audit_blind", blind2026.CASES, blind2026.RIGHT, ({}, {})),
+    1: ("audit_blind_strangers", reading2026.READING.cases, reading2026.READING.right, (MISSES, ALARMS)),
+    2: ("audit_blind_strangers2", reading2026b.READING.cases, reading2026b.READING.right, ({}, {})),
+}
 
 
 def failures(make: Callable[[], Any]) -> list[str]:
@@ -107,17 +114,19 @@ def tables(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--strangers", action="store_true", help="the cases whose authors had not seen the audit")
-    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers].json")
+    parser.add_argument(
+        "--strangers", nargs="?", const=1, default=0, type=int, choices=(1, 2),
+        help="the cases whose authors had not seen the audit: the first reading or the second",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2]].json")
     parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
     args = parser.parse_args()
-    name, reading = ("audit_blind_strangers", reading2026) if args.strangers else ("audit_blind", blind2026)
+    name, cases, right, reasons = READINGS[args.strangers]
     out, first = args.out or RESULTS / f"{name}.json", RESULTS / f"{name}_first.json"
     if not args.table:
-        out.write_text(json.dumps(run(reading.CASES, reading.RIGHT), indent=1) + "\n")
+        out.write_text(json.dumps(run(cases, right), indent=1) + "\n")
         if not first.exists():
             first.write_text(out.read_text())
-    reasons = (MISSES, ALARMS) if args.strangers else ()
     tables(json.loads(first.read_text()), json.loads(out.read_text()), *reasons)
 
 

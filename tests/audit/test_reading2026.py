@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from benchmarks.audit_blind import failures
-from tests.audit.reading2026 import CASES, NO_SUBJECT, RIGHT
+from tests.audit.reading2026 import READING
 from tests.audit.reading2026.base import Case, Right
 from tests.audit.reading2026.reasons import ALARMS, MISSES
 
+CASES, RIGHT, NO_SUBJECT = READING.cases, READING.right, READING.unfit
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 

@@ -1,17 +1,8 @@
 """A reading by strangers; see ``base``."""
 
 from tests.audit.reading2026 import declared_a_losses, declared_a_rest, declared_b_losses, declared_b_rest
-from tests.audit.reading2026.base import CASES, NO_SUBJECT, RIGHT
+from tests.audit.reading2026.base import READING
 
-CASES.sort(key=lambda c: c.id)
-RIGHT.sort(key=lambda r: r.id)
+READING.sort()
 
-__all__ = [
-    "CASES",
-    "NO_SUBJECT",
-    "RIGHT",
-    "declared_a_losses",
-    "declared_a_rest",
-    "declared_b_losses",
-    "declared_b_rest",
-]
+__all__ = ["READING", "declared_a_losses", "declared_a_rest", "declared_b_losses", "declared_b_rest"]

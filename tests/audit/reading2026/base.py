@@ -23,11 +23,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest_audit import Ranks, Step, Subject
+from earnest_audit import Accumulation, Ranks, Step, Subject
 
 Thing = Step | Subject
 Declare = Callable[[Any, Callable[..., Any]], Thing | Sequence[Thing]]
-FOLDER = Path(__file__).parent
 FAMILIES = {"data": "data stages", "metrics": "metrics over ranks"}
 
 
@@ -51,51 +50,71 @@ class Right:
     make: Callable[[], Thing | Sequence[Thing]]
 
 
-CASES: list[Case] = []
-RIGHT: list[Right] = []
-CORRECTED = {  # declarations that raised by themselves at the first run, and what was corrected before the record
-    "b/d14_prompt_mask_off_by_one": "the stage's column is named input_ids and not inputs",
-}
-NO_SUBJECT: dict[str, str] = {}  # case -> why no subject of the audit fits it; such a case is not seen
-
-
 def load(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"reading2026_{path.parent.name}_{path.stem}", path)
+    name = "_".join((*path.parts[-3:-1], path.stem))
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def declare(name: str) -> Callable[[Declare], Declare]:
-    """Registers a declaration: a function of the case's module and of its broken or its right version."""
-    (path,) = FOLDER.glob(f"{name}_*.py")
+class Reading:
+    """The cases in the folders of one package, each declared by a function of the case's module and of its broken or
+    its right version.
 
-    def add(declaration: Declare) -> Declare:
-        module: Any = load(path)
-        text = " ".join((module.__doc__ or "").split())
-        family = FAMILIES.get(module.FAMILY, module.FAMILY)
-        case = f"{path.parent.name}/{path.stem}"
+    ``unfit``: case -> why no subject of the audit fits it; such a case is not seen.
+    """
 
-        def make(broken: bool) -> Thing | Sequence[Thing]:
-            fresh: Any = load(path)
-            return declaration(fresh, fresh.broken if broken else fresh.right)
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.cases: list[Case] = []
+        self.right: list[Right] = []
+        self.unfit: dict[str, str] = {}
 
-        if path.stem.startswith("r"):
-            RIGHT.append(Right(case, family, partial(make, False)))
-        else:
-            source = re.search(r"[\w.-]+/[\w.-]+#\d+", text)
-            assert source is not None, case
-            CASES.append(Case(case, source[0], family, text.split(". ")[0].rstrip("."), make))
-        return declaration
+    def path(self, name: str) -> Path:
+        (path,) = self.folder.glob(f"{name}_*.py")
+        return path
 
-    return add
+    def declare(self, name: str) -> Callable[[Declare], Declare]:
+        """Registers a declaration of the case with this folder and number."""
+        path = self.path(name)
+
+        def add(declaration: Declare) -> Declare:
+            module: Any = load(path)
+            text = " ".join((module.__doc__ or "").split())
+            family = FAMILIES.get(module.FAMILY, module.FAMILY)
+            case = f"{path.parent.name}/{path.stem}"
+
+            def make(broken: bool) -> Thing | Sequence[Thing]:
+                fresh: Any = load(path)
+                return declaration(fresh, fresh.broken if broken else fresh.right)
+
+            if path.stem.startswith("r"):
+                self.right.append(Right(case, family, partial(make, False)))
+            else:
+                source = re.search(r"[\w.-]+/[\w.-]+#\d+", text)
+                assert source is not None, case
+                self.cases.append(Case(case, source[0], family, text.split(". ")[0].rstrip("."), make))
+            return declaration
+
+        return add
+
+    def no_subject(self, name: str, why: str) -> None:
+        self.declare(name)(lambda module, fn: [])
+        path = self.path(name)
+        self.unfit[f"{path.parent.name}/{path.stem}"] = why
+
+    def sort(self) -> None:
+        self.cases.sort(key=lambda c: c.id)
+        self.right.sort(key=lambda r: r.id)
 
 
-def no_subject(name: str, why: str) -> None:
-    declare(name)(lambda module, fn: [])
-    (path,) = FOLDER.glob(f"{name}_*.py")
-    NO_SUBJECT[f"{path.parent.name}/{path.stem}"] = why
+READING = Reading(Path(__file__).parent)
+declare, no_subject = READING.declare, READING.no_subject
+CORRECTED = {  # declarations that raised by themselves at the first run, and what was corrected before the record
+    "b/d14_prompt_mask_off_by_one": "the stage's column is named input_ids and not inputs",
+}
 
 
 def parts(module: Any) -> tuple[Any, dict[str, Any]]:
@@ -107,6 +126,21 @@ def parts(module: Any) -> tuple[Any, dict[str, Any]]:
 def logps(logits: Tensor, ids: Tensor) -> Tensor:
     """log π of the next tokens, [rows, time - 1]."""
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+
+
+def plain_logps(model: Any, batch: Any) -> Tensor:
+    return logps(model(batch["ids"]), batch["ids"])
+
+
+def documents(bounds: Tensor) -> Tensor:
+    """[1, time]: the document of each token, from cumulative lengths."""
+    return torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())[None]
+
+
+def boundaries(row: Tensor) -> Tensor:
+    """Cumulative lengths, from the document of each token [time]."""
+    cuts = (row.diff() != 0).nonzero()[:, 0] + 1
+    return torch.cat([torch.tensor([0]), cuts, torch.tensor([len(row)])])
 
 
 def padded(rows: Sequence[Sequence[float]], pad: float) -> Tensor:
@@ -131,3 +165,21 @@ def twinned(
 def whole(batches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     """The rows of all batches as one batch."""
     return {k: torch.cat([b[k] for b in batches]) for k in batches[0]}
+
+
+def spread_over(m: Any, fn: Callable[..., Any]) -> list[Thing]:
+    """An update over ranks and micro-batches: the pieces of the audit are ranks, then micro-batches of one rank."""
+
+    def declared(what: str, spread: Callable[[Any], list[Any]]) -> Thing:
+        given = m.make(0)
+
+        def accumulate(model: Any, batches: Sequence[Any]) -> None:
+            fn(model, torch.optim.SGD(model.parameters(), lr=0.0), spread(batches))
+
+        rows = whole([micro for rank in given["batches"] for micro in rank])
+        return Accumulation(given["model"], accumulate, rows, what=what)
+
+    return [
+        declared("ranks", lambda batches: [[b] for b in batches]),
+        declared("micro-batches", lambda batches: [list(batches)]),
+    ]

@@ -8,15 +8,11 @@ from typing import Any
 import torch
 
 from earnest_audit import Metric, Setting, Step
-from tests.audit.reading2026.base import Thing, declare, logps, parts
+from tests.audit.reading2026.base import Thing, declare, logps, parts, plain_logps
 
 
 def masked_logps(model: Any, batch: Any) -> Any:
     return logps(model(batch["ids"], batch["attention_mask"]), batch["ids"])
-
-
-def plain_logps(model: Any, batch: Any) -> Any:
-    return logps(model(batch["ids"]), batch["ids"])
 
 
 @declare("a/d01")

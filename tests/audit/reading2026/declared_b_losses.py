@@ -9,22 +9,7 @@ import torch
 from torch import Tensor
 
 from earnest_audit import Setting, Step
-from tests.audit.reading2026.base import Thing, declare, logps, parts
-
-
-def plain_logps(model: Any, batch: Any) -> Tensor:
-    return logps(model(batch["ids"]), batch["ids"])
-
-
-def documents(bounds: Tensor) -> Tensor:
-    """[1, time]: the document of each token, from cumulative lengths."""
-    return torch.repeat_interleave(torch.arange(len(bounds) - 1), bounds.diff())[None]
-
-
-def boundaries(row: Tensor) -> Tensor:
-    """Cumulative lengths, from the document of each token [time]."""
-    cuts = (row.diff() != 0).nonzero()[:, 0] + 1
-    return torch.cat([torch.tensor([0]), cuts, torch.tensor([len(row)])])
+from tests.audit.reading2026.base import Thing, boundaries, declare, documents, parts, plain_logps
 
 
 @declare("b/d04")

@@ -21,7 +21,7 @@ from earnest_audit import (
     Schedule,
     Update,
 )  # fmt: skip
-from tests.audit.reading2026.base import Thing, declare, no_subject, padded, twinned, whole
+from tests.audit.reading2026.base import Thing, declare, no_subject, padded, spread_over, twinned, whole
 
 
 @declare("b/d01")
@@ -75,24 +75,6 @@ def document_ids_from_absent_eos(m: Any, fn: Callable[..., Any]) -> Thing:
         return [{k: v[on] for k, v in found.items()} for on in each]
 
     return Collator(fn, m.make(0)["rows"], rows=False, unpack=unpack)
-
-
-def spread_over(m: Any, fn: Callable[..., Any]) -> list[Thing]:
-    """An update over ranks and micro-batches: the pieces of the audit are ranks, then micro-batches of one rank."""
-
-    def declared(what: str, spread: Callable[[Any], list[Any]]) -> Thing:
-        given = m.make(0)
-
-        def accumulate(model: Any, batches: Sequence[Any]) -> None:
-            fn(model, torch.optim.SGD(model.parameters(), lr=0.0), spread(batches))
-
-        rows = whole([micro for rank in given["batches"] for micro in rank])
-        return Accumulation(given["model"], accumulate, rows, what=what)
-
-    return [
-        declared("ranks", lambda batches: [[b] for b in batches]),
-        declared("micro-batches", lambda batches: [list(batches)]),
-    ]
 
 
 @declare("b/d07")
