@@ -8,8 +8,8 @@ had seen nothing of the audit; ``--strangers 2`` takes those of two further read
 were committed before any of them was audited.
 
 ``results/audit_blind_first.json``, ``audit_blind_strangers_first.json`` and ``audit_blind_strangers2_first.json`` have
-the result of the first run, before anything was changed; they are never written again. A defect counts as detected if a law fails on it that holds on its
-fix.
+the result of the first run, before anything was changed; they are never written again. A defect counts as detected if a
+law fails on it that holds on its fix.
 """
 
 from __future__ import annotations

@@ -285,14 +285,12 @@ def resumed_stream(m: Any, fn: Fn) -> list[Thing]:
         second.stream.load_state_dict(first.stream.state_dict())
         return second
 
+    def state(x: Pass) -> Tensor:
+        read = x.stream.state_dict()  # None before the first row
+        return torch.tensor(list(read["examples"].values()) if read else [0, 0])
+
     def declared(make: Callable[[], Pass]) -> Thing:
-        return Resume(
-            make=make,
-            run=Pass.run,
-            save=Pass.save,
-            load=Pass.load,
-            state=lambda x: torch.tensor(list(x.stream.state_dict()["examples"].values())),
-        )
+        return Resume(make=make, run=Pass.run, save=Pass.save, load=Pass.load, state=state)
 
     return [declared(lambda: Pass(fn(rows))), declared(resumed)]  # any number of cycles
 

@@ -19,7 +19,9 @@ from tests.audit.reading2026.base import Reading, boundaries, logps
 
 READING = Reading(Path(__file__).parent)
 declare, no_subject = READING.declare, READING.no_subject
-CORRECTED: dict[str, str] = {}  # declarations that raised by themselves at the first run, and what was corrected
+CORRECTED = {  # declarations that raised by themselves at the first run, and what was corrected before the record
+    "c/d15_state_stale_after_resume": "the stream has no state before its first row",
+}
 
 
 def line(batch: Mapping[str, Tensor], *keys: str) -> tuple[dict[str, Tensor], Tensor]:
