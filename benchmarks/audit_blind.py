@@ -29,13 +29,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' o
 from earnest_audit import audit
 from tests.audit import blind2026, reading2026, reading2026b
 from tests.audit.reading2026.reasons import ALARMS, MISSES
+from tests.audit.reading2026b import reasons as second
 
 RESULTS = Path(__file__).parent / "results"
 Reasons = tuple[Mapping[str, str], Mapping[str, str]]
 READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # name, defects, right steps, reasons
     0: ("audit_blind", blind2026.CASES, blind2026.RIGHT, ({}, {})),
     1: ("audit_blind_strangers", reading2026.READING.cases, reading2026.READING.right, (MISSES, ALARMS)),
-    2: ("audit_blind_strangers2", reading2026b.READING.cases, reading2026b.READING.right, ({}, {})),
+    2: (
+        "audit_blind_strangers2",
+        reading2026b.READING.cases,
+        reading2026b.READING.right,
+        (second.MISSES, second.ALARMS),
+    ),
 }
 
 

@@ -1,21 +1,20 @@
-"""The reading by strangers (``tests/audit/reading2026``): what was detected stays detected, and no right step gets a
-new alarm. All numbers are in docs/audit-evidence.md (benchmarks/audit_blind.py --strangers)."""
+"""The readings by strangers (``tests/audit/reading2026``, ``reading2026b``): what was detected stays detected, and no
+right step gets a new alarm. All numbers are in benchmarks/results (benchmarks/audit_blind.py --strangers)."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.audit_blind import failures
-from tests.audit.reading2026 import READING
+from benchmarks.audit_blind import READINGS, RESULTS, failures
+from tests.audit import reading2026, reading2026b
 from tests.audit.reading2026.base import Case, Right
-from tests.audit.reading2026.reasons import ALARMS, MISSES
 
-CASES, RIGHT, NO_SUBJECT = READING.cases, READING.right, READING.unfit
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+UNFIT = {1: reading2026.READING.unfit, 2: reading2026b.READING.unfit}
+CASES = [case for number in UNFIT for case in READINGS[number][1]]
+RIGHT = [one for number in UNFIT for one in READINGS[number][2]]
 
 
 def published(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -23,22 +22,28 @@ def published(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
     return {d["id"]: d for d in found["defects"]}, {r["id"]: r for r in found["right"]}
 
 
-DEFECTS, STEPS = published("audit_blind_strangers.json")
+NOW = [published(f"{READINGS[number][0]}.json") for number in UNFIT]
+DEFECTS = {id: d for defects, _ in NOW for id, d in defects.items()}
+STEPS = {id: r for _, steps in NOW for id, r in steps.items()}
 
 
-def test_every_case_is_published() -> None:
-    for defects, steps in (published("audit_blind_strangers_first.json"), (DEFECTS, STEPS)):
-        assert list(defects) == [c.id for c in CASES] and len(defects) == 40
-        assert list(steps) == [r.id for r in RIGHT] and len(steps) == 40
-        assert {d["source"] for d in defects.values()} == {c.source for c in CASES}
-    assert set(NO_SUBJECT) <= {*DEFECTS, *STEPS}
+@pytest.mark.parametrize("number", UNFIT)
+def test_every_case_is_published(number: int) -> None:
+    name, cases, right, _ = READINGS[number]
+    for defects, steps in map(published, (f"{name}_first.json", f"{name}.json")):
+        assert list(defects) == [c.id for c in cases] and len(defects) == 40
+        assert list(steps) == [r.id for r in right] and len(steps) == 40
+        assert {d["source"] for d in defects.values()} == {c.source for c in cases}
+        assert set(UNFIT[number]) <= {*defects, *steps}
 
 
-def test_every_miss_and_every_false_alarm_has_its_reason() -> None:
-    defects, steps = published("audit_blind_strangers_first.json")
-    assert set(MISSES) == {d["id"] for d in defects.values() if not d["seen"]}
+@pytest.mark.parametrize("number", UNFIT)
+def test_every_miss_and_every_false_alarm_has_its_reason(number: int) -> None:
+    name, _, _, (missed, accused) = READINGS[number]
+    defects, steps = published(f"{name}_first.json")
+    assert set(missed) == {d["id"] for d in defects.values() if not d["seen"]}
     alarms = {d["id"] for d in defects.values() if d["fixed"]} | {r["id"] for r in steps.values() if r["alarms"]}
-    assert set(ALARMS) == alarms
+    assert set(accused) == alarms
 
 
 @pytest.mark.slow

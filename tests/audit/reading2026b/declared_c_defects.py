@@ -261,7 +261,8 @@ class Pass:
     """A pass over a stream of c/d15 that may be stopped and resumed."""
 
     def __init__(self, stream: Any) -> None:
-        self.stream, self.rows = stream, None
+        self.stream = stream
+        self.rows: Any = None
 
     def run(self, n: int) -> list[Any]:
         self.rows = iter(self.stream) if self.rows is None else self.rows

@@ -66,7 +66,7 @@ def unpaired(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {k: torch.cat([batch[form.format(s)] for s in SIDES]) for k, form in keys.items()}
 
 
-def sides(sums: Callable[[Any, Any], Tensor]) -> Callable[..., tuple[Tensor, Tensor]]:
+def sides(sums: Callable[[Any, Any], Tensor]) -> Callable[..., Any]:
     """Sequence log-probs of both sides, from a function of the reader's form."""
 
     def logprobs(model: Any, batch: Any) -> tuple[Tensor, Tensor]:
