@@ -28,8 +28,8 @@ ALARMS = {
     "that divides the vocabulary (20 by 3 was tried)",
     "d/d19_skipped_pairs_in_denominator": "the declaration: the reader's model has a head that this loss does not use, "
     "and may_idle was not declared",
-    "d/r04_shared_prefix_tree": "law SE doubles the batch, and this code takes exactly one row (it counts the prompt over "
-    "all rows); no declaration states that",
+    "d/r04_shared_prefix_tree": "law SE doubles the batch, and this code takes exactly one row (it counts the prompt "
+    "over all rows); no declaration states that",
     "d/r20_histogram_value_loss": "the declaration: the reader's model has a head that this loss does not use, and "
     "may_idle was not declared",
 }
