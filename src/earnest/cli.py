@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Annotated, Any, get_args
 
 import typer
+from rich.console import Console
 
 from earnest.commands import auditing, listings, planning
 from earnest.commands.common import Overrides, show
@@ -73,8 +74,6 @@ def run(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="With replicas=N: print what would be started.")] = False,
 ) -> None:
     """Train."""
-    from rich.console import Console
-
     from earnest import runs
     from earnest.config import recipes
 
@@ -138,8 +137,6 @@ def data(
 
     if not source.startswith(reading.HUB):
         reading.files(source)  # raises where there are none
-    from rich.console import Console
-
     from earnest.config import data_settings
     from earnest.data.dataset import Dataset
     from earnest.models.loading import load_text
@@ -173,8 +170,6 @@ def worker(
     ] = None,
 ) -> None:
     """Join a run in a bucket as one more replica."""
-    from rich.console import Console
-
     from earnest.diloco.worker import work
 
     number = work(run_url, replica, folder, Console())
@@ -188,8 +183,6 @@ def sampler(
     number: Annotated[int, typer.Option(min=0, help="Number of the sampler, below the run's sampler.count.")] = 0,
 ) -> None:
     """Sample for a training run through a bucket, until the run ends."""
-    from rich.console import Console
-
     from earnest.runs.sampling import follow
 
     follow(url, number, Console())
@@ -241,8 +234,6 @@ def export(
     """Write a trained policy for other programs, and compare its logits with the run's."""
     if not run_dir.is_dir():
         raise EarnestError(f"there is no folder {run_dir}; give a run folder or its adapter/")
-    from rich.console import Console
-
     from earnest.runs.export import Form
     from earnest.runs.export import export as write
     from earnest.runs.progress import note_on
@@ -264,8 +255,6 @@ def chat(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same answers.")] = 0,
 ) -> None:
     """Talk to a policy; reads standard input."""
-    from rich.console import Console
-
     from earnest.chat import Chat, converse
 
     talk = Chat(model, adapter, system=system, temperature=temperature, max_new_tokens=max_new_tokens, seed=seed)
@@ -328,8 +317,6 @@ def replay(
     config: Annotated[Path | None, typer.Option(help="A YAML file with teachers, judge and filters.")] = None,
 ) -> None:
     """Make preference pairs from traces; the same command again continues where it stopped."""
-    from rich.console import Console
-
     from earnest.replay import report as pages
     from earnest.replay.pipeline import replay as make_pairs
     from earnest.replay.progress import StageBars
@@ -379,8 +366,6 @@ def evaluate(
             raise EarnestError(f"the options of `{LOOPS.lower()}` have no meaning for a run folder; leave them out.")
         if not what.is_dir():
             raise EarnestError(f"{what}: give the run folder first, e.g. earnest eval runs/mine {what}.")
-        from rich.console import Console
-
         from earnest.runs.measure import measure
         from earnest.runs.progress import note_on
 

@@ -19,7 +19,7 @@ from earnest.adapters.fingerprint import base_fingerprint
 from earnest.adapters.layer import Layer, ModuleLayer
 from earnest.adapters.merging import merge_layer, merged_weight, unmerge_layer
 from earnest.adapters.report import AttachReport
-from earnest.adapters.runtime import AdapterGate, Slot, slots_of, state_key, uninstall
+from earnest.adapters.runtime import AdapterGate, Slot, slots_of, state_key
 from earnest.adapters.variant import Variant
 from earnest.deprecated import warn_renamed
 
@@ -36,12 +36,12 @@ class Adapter:
         gate: AdapterGate,
         report: AttachReport,
         targets: tuple[str, ...],
-        release: Callable[[], None],
+        remove: Callable[[], None],
         mirrors: Sequence[Slot] = (),
     ) -> None:
         self.model, self.variant, self.slots, self.report, self.targets = model, variant, slots, report, targets
         self.name = report.name
-        self._gate, self._release = gate, release
+        self._gate, self._remove = gate, remove
         self.mirrors = tuple(mirrors)  # further modules that hold a parameter of a slot (a tied head)
         self.tokenizer: Any = None  # the policy's, for a folder that is a model
         self._merged: dict[str, Any] | None = None
@@ -300,9 +300,7 @@ class Adapter:
         for slot in self._all():
             if slot.layer.stash is not None:
                 raise AdapterError(f"{slot.layer.name} is merged by another adapter; unmerge it first")
-        for slot in self._all():
-            uninstall(slot)
-        self._release()
+        self._remove()
         self.attached = False
 
     def _require_attached(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -147,10 +148,9 @@ def _check_variant(variant: Variant, calibration: Iterable[Any] | None) -> None:
 
 
 def _views(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Layer]:
-    views = {}
+    views = {path: layer_of(path, module) for path, module in modules.items()}
     for path, module in modules.items():
         if not is_linear_like(module):
-            views[path] = layer_of(path, module)
             continue
         parent = model.get_submodule(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention):
@@ -164,10 +164,8 @@ def _views(model: nn.Module, modules: Mapping[str, nn.Module]) -> dict[str, Laye
             )
         if isinstance(module, torch.jit.ScriptModule):
             raise AdapterError(f"{path} is scripted; attach to the eager model")
-        view = layer_of(path, module)
-        if view.stash is not None:
+        if views[path].stash is not None:
             raise AdapterError(f"{path} is merged; unmerge before attaching another adapter")
-        views[path] = view
     return views
 
 
@@ -221,29 +219,31 @@ def mount(
         mirrors = _mirrors(model, slots) if variant.uses("replace") else []
         for slot in (*slots.values(), *mirrors):
             slot.adapter_name = name
-    report = _report(model, name, variant, slots, matches, tokens, sum(p.numel() for p in base))
-    installed: list[Slot] = []
-    release = _freeze(base)
-    try:
-        unhook = _hook_reentrant(model)
-        try:
-            for slot in (*slots.values(), *mirrors):
-                install(slot)
-                installed.append(slot)
-        except BaseException:
-            unhook()
-            raise
-    except BaseException:
-        for slot in reversed(installed):
-            uninstall(slot)
-        release()
-        raise
-
-    def undo() -> None:
-        unhook()
-        release()
-
-    return Adapter(model, variant, slots, gate, report, tuple(m.pattern for m in matches), undo, mirrors)
+    trained = [p for s in slots.values() for p in s._parameters.values() if p is not None]
+    frozen = [b for s in slots.values() for b in s._buffers.values() if b is not None]
+    report = AttachReport(
+        name=name,
+        variant=variant.name,
+        settings=variant.settings(),
+        matches=matches,
+        modules=tuple(slots),
+        blocks=len({i for n in linears(model) if (i := block_index(n)) is not None}),
+        trainable=sum(p.numel() for p in trained),
+        frozen=sum(b.numel() for b in frozen),
+        base=sum(p.numel() for p in base),
+        base_dtype=str(next(iter(slots.values())).layer.dtype).removeprefix("torch."),
+        kinds=tuple(sorted({s.layer.kind for s in slots.values()})),
+        inactive=tuple(sorted(variant.inactive())),
+        calibration_tokens=tokens,
+    )
+    with ExitStack() as undo:
+        undo.callback(_freeze(base))
+        undo.callback(_hook_reentrant(model))
+        for slot in (*slots.values(), *mirrors):
+            install(slot)
+            undo.callback(uninstall, slot)
+        remove = undo.pop_all().close
+    return Adapter(model, variant, slots, gate, report, tuple(m.pattern for m in matches), remove, mirrors)
 
 
 def _check_company(variant: Variant, layer: Layer) -> None:
@@ -320,32 +320,3 @@ def _hook_reentrant(model: nn.Module) -> Callable[[], None]:
         return out
 
     return embed.register_forward_hook(hook).remove
-
-
-def _report(
-    model: nn.Module,
-    name: str,
-    variant: Variant,
-    slots: Mapping[str, Slot],
-    matches: tuple[Match, ...],
-    tokens: int,
-    base: int,
-) -> AttachReport:
-    first = next(iter(slots.values()))
-    params = [p for s in slots.values() for p in s._parameters.values() if p is not None]
-    buffers = [b for s in slots.values() for b in s._buffers.values() if b is not None]
-    return AttachReport(
-        name=name,
-        variant=variant.name,
-        settings=variant.settings(),
-        matches=matches,
-        modules=tuple(slots),
-        blocks=len({i for n in linears(model) if (i := block_index(n)) is not None}),
-        trainable=sum(p.numel() for p in params),
-        frozen=sum(b.numel() for b in buffers),
-        base=base,
-        base_dtype=str(first.layer.dtype).removeprefix("torch."),
-        kinds=tuple(sorted({s.layer.kind for s in slots.values()})),
-        inactive=tuple(sorted(variant.inactive())),
-        calibration_tokens=tokens,
-    )

@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +30,7 @@ from earnest.adapters.peft_format import CONFIG, MODEL, peft_files, read_peft, r
 from earnest.adapters.targets import Match, adaptable, owners
 from earnest.adapters.variant import Variant, get_variant
 from earnest.adapters.whole import offsets, read_offsets, weight_files, write_merged
-from earnest.disk import write_tensors
+from earnest.disk import write_tensors, write_text
 
 OWN_CONFIG, OWN_MODEL = "earnest_adapter.json", "earnest_adapter.safetensors"
 FORMAT = 1
@@ -42,9 +41,7 @@ def _sha(path: Path) -> str:
 
 
 def write_json(path: Path, data: Mapping[str, Any]) -> None:
-    part = path.with_suffix(".part")
-    part.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    os.replace(part, path)
+    write_text(path, json.dumps(data, indent=2, sort_keys=True) + "\n")
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -87,7 +84,7 @@ def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path
     If PEFT has no exact form, its pair is left out, and earnest's JSON gives the reason.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    base_model = base_model or _loaded_from(adapter.model)
+    base_model = base_model or loaded_from(adapter.model)
     if adapter.variant.uses("replace"):
         return _save_model(adapter, folder, base_model)
     shared = shared_tensors(adapter)
@@ -136,13 +133,13 @@ def _save_model(adapter: Adapter, folder: Path, base_model: str | None) -> Path:
     return folder
 
 
-def _loaded_from(model: nn.Module) -> str | None:
+def loaded_from(model: nn.Module) -> str | None:
     return getattr(getattr(model, "config", None), "_name_or_path", None) or None
 
 
 def _loadable(model: nn.Module, name: str | None) -> str | None:
     """The base model's name as transformers and PEFT can load it: a hub id, or else its folder."""
-    where = _loaded_from(model)
+    where = loaded_from(model)
     if where is None or not Path(where).is_dir() or (name and "/" in name and not Path(name).expanduser().exists()):
         return name
     return str(Path(where).absolute())
@@ -212,8 +209,18 @@ def _load(model: nn.Module, path: Path, check_base: bool, name: str | None, expr
     lost = [path for path in whole if not values[path]]
     if lost:
         raise AdapterError(f"the file has no tensors for {lost[0]}, which modules_to_save names")
+    views = _known(model, adaptable(model), per_module, "linear layer")
     per_module |= {p: offsets(layer, values[p]) for p, layer in whole.items()}
-    return _mount(model, variant, per_module, None, name, whole)
+    return _mount(model, variant, views, per_module, "(from the file)", name, whole)
+
+
+def _known(model: nn.Module, among: Mapping[str, nn.Module], paths: Iterable[str], what: str) -> dict[str, Layer]:
+    """The layers of these modules, which must be ``among`` the model's."""
+    if lost := [path for path in paths if path not in among]:
+        raise AdapterError(
+            f"the model has no {what} {lost[0]} (and {len(lost) - 1} more missing); is it another model?"
+        )
+    return _views(model, {path: among[path] for path in paths})
 
 
 def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) -> Adapter:
@@ -233,13 +240,7 @@ def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) 
             f"{OWN_MODEL} to load the PEFT files, or save again"
         )
     variant = get_variant(meta["variant"], **meta["settings"])
-    known = adaptable(model)
-    lost = [m for m in meta["modules"] if m not in known]
-    if lost:
-        raise AdapterError(
-            f"the model has no linear layer {lost[0]} (and {len(lost) - 1} more missing); is it another model?"
-        )
-    views = _views(model, {m: known[m] for m in meta["modules"]})
+    views = _known(model, adaptable(model), meta["modules"], "linear layer")
     whole = saved_modules(model, meta.get("modules_to_save", ()), meta["modules"])
     want: dict[str, Tensor] = {f"{m}.{k}": p for m, view in whole.items() for k, p in view.own().items()}
     for module, view in views.items():
@@ -258,7 +259,7 @@ def _load_own(model: nn.Module, path: Path, check_base: bool, name: str | None) 
             key: shared[key][tuple(slice(0, s) for s in spec.shape)] if key in shared else tensors[f"{module}.{key}"]
             for key, spec in variant.specs(view).items()
         }
-    adapter = _mount(model, variant, per_module, meta["targets"], name, whole)
+    adapter = _mount(model, variant, views, per_module, " ".join(meta["targets"]), name, whole)
     adapter.scale = float(meta.get("scale", 1.0))
     return adapter
 
@@ -272,15 +273,11 @@ def _load_model(model: nn.Module, path: Path, meta: Mapping[str, Any], check_bas
                 "folder as a model: en.load(folder)"
             )
     variant, scale = get_variant(meta["variant"], **meta["settings"]), float(meta["scale"])
-    known = owners(model)
-    lost = [m for m in meta["modules"] if m not in known]
-    if lost:
-        raise AdapterError(f"the model has no module {lost[0]} with weights (and {len(lost) - 1} more missing)")
-    views = _views(model, {m: known[m] for m in meta["modules"]})
+    views = _known(model, owners(model), meta["modules"], "module with weights")
     if check_base:
         check_fingerprint(meta["base"], views)
-    match = Match(" ".join(meta["targets"]), tuple(views))
-    adapter = mount(model, variant, views, read_offsets(model, path, views, scale), (match,), name)
+    found = read_offsets(model, path, views, scale)
+    adapter = _mount(model, variant, views, found, " ".join(meta["targets"]), name)
     adapter.scale = scale
     return adapter
 
@@ -288,14 +285,12 @@ def _load_model(model: nn.Module, path: Path, meta: Mapping[str, Any], check_bas
 def _mount(
     model: nn.Module,
     variant: Variant,
-    per_module: Mapping[str, Mapping[str, Tensor]],
-    targets: list[str] | None,
+    views: Mapping[str, Layer],
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    targets: str,
     name: str | None,
-    whole: Mapping[str, Layer],
+    whole: Mapping[str, Layer] | None = None,
 ) -> Adapter:
-    known = adaptable(model)
-    views = _views(model, {m: known[m] for m in per_module if m not in whole})
     for view in views.values():
         variant.check(view)
-    match = Match(" ".join(targets) if targets else "(from the file)", tuple(views))
-    return mount(model, variant, views, per_module, (match,), name, whole=whole)
+    return mount(model, variant, views, tensors, (Match(targets, tuple(views)),), name, whole=whole)

@@ -23,7 +23,7 @@ VLLM_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's config/lora.py: al
 def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, rank: int | None = None) -> Path:
     """Write the portable pair of files at the adapter's current scale. ``rank``: pad to this rank (default: the
     smallest one that vLLM accepts)."""
-    from earnest.adapters.files import OWN_CONFIG, OWN_MODEL, write_json, write_tensors
+    from earnest.adapters.files import OWN_CONFIG, OWN_MODEL, loaded_from, write_json, write_tensors
 
     if adapter.scale == 0.0:
         raise AdapterError(
@@ -52,9 +52,7 @@ def export_lora(adapter: Adapter, folder: Path, base_model: str | None = None, r
         raise AdapterError(
             f"rank={rank} is too small: this {adapter.variant.name} adapter is exactly a LoRA of rank {needed}"
         )
-    if base_model is None:
-        base_model = getattr(getattr(adapter.model, "config", None), "_name_or_path", None) or None
-    config, tensors = lora_files(common_config(adapter, base_model), factors, rank)
+    config, tensors = lora_files(common_config(adapter, base_model or loaded_from(adapter.model)), factors, rank)
     folder.mkdir(parents=True, exist_ok=True)
     for stale in (OWN_CONFIG, OWN_MODEL):
         (folder / stale).unlink(missing_ok=True)

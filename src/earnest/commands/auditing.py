@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from earnest.commands.common import Overrides
 from earnest.errors import EarnestError
@@ -81,8 +82,6 @@ def _grader_verdict(task: str, overrides: list[str]) -> Verdict:
 
 def _sampler_verdict(arguments: list[str], model: str, folder: Path | None, key: str) -> Verdict:
     """The contract between trainer and sampler, on the server at a URL."""
-    from rich.console import Console
-
     from earnest.runs.progress import note_on
     from earnest.runs.sampling import audited
 
@@ -92,8 +91,6 @@ def _sampler_verdict(arguments: list[str], model: str, folder: Path | None, key:
 
 
 def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
-    from rich.console import Console
-
     from earnest import runs
     from earnest.config import recipes
 

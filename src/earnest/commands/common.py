@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+import json
+from typing import Annotated
 
 import typer
+from rich.console import Console, RenderableType
 
-if TYPE_CHECKING:
-    from rich.console import RenderableType
-
-    from earnest.listings import Listing
+from earnest.listings import Listing
 
 Overrides = Annotated[
     list[str] | None,
@@ -20,8 +19,6 @@ Overrides = Annotated[
 
 
 def show(what: RenderableType) -> None:
-    from rich.console import Console
-
     Console().print(what)
 
 
@@ -32,8 +29,6 @@ def show_listings(listings: Listing | list[Listing], as_json: bool) -> None:
     """A table for each listing; as JSON a list of records, or for several listings a list of such lists."""
     several = listings if isinstance(listings, list) else [listings]
     if as_json:
-        import json
-
         records = [listing.records() for listing in several]
         print(json.dumps(records if len(records) > 1 else records[0], indent=1, ensure_ascii=False))
         return

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.console import Console
 
 from earnest.commands.common import Json, Overrides, show
 from earnest.errors import ConfigError
@@ -33,8 +34,6 @@ def plan(
     as_json: Json = False,
 ) -> None:
     """Predict memory per device, work and communication of a run; exit 1 if it does not fit."""
-    from rich.console import Console
-
     from earnest.config import recipes
 
     place = Path(recipe).expanduser()

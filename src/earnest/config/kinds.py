@@ -26,6 +26,11 @@ class Strict(BaseModel):
 
     model_config = STRICT
 
+    def changed(self, *keys: str) -> list[str]:
+        """Those of these keys whose values are not the defaults."""
+        fields = type(self).model_fields
+        return [key for key in keys if getattr(self, key) != fields[key].get_default(call_default_factory=True)]
+
 
 class Kinded(Strict, Generic[T]):
     """A mapping that describes a ``T``: its ``kind`` decides which other keys it has; ``fields`` holds those keys, with

@@ -67,25 +67,14 @@ class SyncConfig(Strict):
 
     @model_validator(mode="after")
     def _agree(self) -> SyncConfig:
-        plain_ = SyncConfig.model_construct()
-        unread = {
-            "algorithm: local_sgd": (
-                "fragments",
-                "delay",
-                "alpha",
-                "lr",
-                "momentum",
-                "nesterov",
-                "max_norm",
-                "feedback",
-            ),
-            "lighthouse": ("wire", "density", "feedback", "grace", "max_norm", "signers", "groups"),
-        }
-        for why, keys in unread.items():
-            if (self.algorithm == "local_sgd") if "sgd" in why else (self.lighthouse is not None):
-                for key in keys:
-                    if getattr(self, key) != getattr(plain_, key) and not (key == "wire" and self.wire == "fp32"):
-                        raise ConfigError(f"{key} has no meaning with {why}; leave it out")
+        averaged = ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm", "feedback")
+        exchanged = (*(["wire"] if self.wire != "fp32" else []), "density", "feedback", "grace", "max_norm", "signers")
+        for used, why, keys in (
+            (self.algorithm == "local_sgd", "algorithm: local_sgd", averaged),
+            (self.lighthouse is not None, "lighthouse", (*exchanged, "groups")),
+        ):
+            if used and (given := self.changed(*keys)):
+                raise ConfigError(f"{given[0]} has no meaning with {why}; leave it out")
         bad = [key for key in self.signers or () if not re.fullmatch(r"[0-9a-f]{64}", key)]
         if bad:
             raise ConfigError(f"signers: {bad[0]!r} is not a public key; `python -m earnest.diloco.signing` prints one")

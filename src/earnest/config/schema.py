@@ -140,7 +140,7 @@ class SamplerConfig(Strict):
         if self.port is not None and self.url is not None:
             raise ConfigError("sampler.port: sampler.url names a sampler already; leave one of the two out")
         for name, (has_meaning, what) in meant.items():
-            if not has_meaning and getattr(self, name) != type(self).model_fields[name].default:
+            if not has_meaning and self.changed(name):
                 raise ConfigError(f"sampler.{name}: has a meaning only with {what}; leave it out")
         return self
 
@@ -218,18 +218,9 @@ class EngineConfig(Strict):
             raise ConfigError(f"engine.compile: compiled layers are not tested with shards; set engine.{key}=1")
         if self.offload and self.shard == 1:
             raise ConfigError("engine.offload: moves the shards of a base; set engine.shard to 2 or more")
-        for key in (
-            "pack",
-            "packed_attention",
-            "shard",
-            "replicate",
-            "tensor",
-            "offload",
-            "checkpoint_activations",
-            "compile",
-        ):
-            if self.kind == "tinker" and getattr(self, key) != type(self).model_fields[key].default:
-                raise ConfigError(f"engine.{key}: with engine.kind tinker the service lays out its work; leave it out")
+        layout = ("pack", "packed_attention", "shard", "replicate", "tensor", "offload", "checkpoint_activations")
+        if self.kind == "tinker" and (given := self.changed(*layout, "compile")):
+            raise ConfigError(f"engine.{given[0]}: with engine.kind tinker the service lays out its work; leave it out")
         if self.base_url is not None and self.kind == "local":
             raise ConfigError("engine.base_url: has no meaning for a local engine; set engine.kind=tinker")
         return self

@@ -8,6 +8,7 @@ Shapes: N active tokens, M covered ones, d width.
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,10 +84,9 @@ def demand_ratio(
 
 def _estimate(need: Divergence, logprob: Tensor, hidden: Tensor, head: HeadSpec, batch: Batch) -> Field:
     signal = batch.teacher if need.source == "teacher" else batch.reference
-    distribution = None if signal is None else signal.distribution
-    if signal is None or distribution is None:
+    if signal is None or signal.distribution is None:
         raise SignalError(f"{need}: the batch carries no distribution of the {need.source}; supply one.")
-    at = batch.teacher.at if need.source == "teacher" and batch.teacher is not None else None
+    distribution, at = signal.distribution, signal.at
     token = batch.token_target if at is None else batch.token_target[at]
     own = logprob if at is None else logprob[at]
     states = hidden if at is None else hidden[at]
@@ -95,17 +95,11 @@ def _estimate(need: Divergence, logprob: Tensor, hidden: Tensor, head: HeadSpec,
         sides = known.AtToken.of(token, own, source_token, None, None)
     else:
         source = supported(need, distribution, head, states)
-        need = _with_k(need, source)
+        need = replace(need, top_k=source.ids.shape[1])
         student = scoring.at_ids(states, head, source.ids)
         ours = TopK(source.ids, student, known.tail_of(student))
         sides = known.AtToken.of(token, own, source_token, ours, source)
     return known.estimate(need, own, sides, at)
-
-
-def _with_k(need: Divergence, source: TopK) -> Divergence:
-    from dataclasses import replace
-
-    return replace(need, top_k=source.ids.shape[1])
 
 
 def supported(

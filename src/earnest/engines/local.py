@@ -160,19 +160,8 @@ class LocalEngine:
         mine = [i for i, p in enumerate(prompts) if distinct[tuple(p)] % self.mesh.teams == self.mesh.team]
         with self._for_sampling(len(prompts) * n * spec.max_new_tokens):
             found = sample(self.policy, [prompts[i] for i in mine], n, spec) if mine or not prompts else []
-        own = [
-            Rollout(
-                mine[c.prompt_index],
-                c.sample_index,
-                tuple(prompts[mine[c.prompt_index]]),
-                c.tokens,
-                c.logprobs,
-                c.finish,
-                self.version,
-                spec.temperature or 1.0,
-            )
-            for c in found
-        ]
+        places = [(c, mine[c.prompt_index]) for c in found]
+        own = [Rollout.of(c, place, prompts[place], self.version, spec) for c, place in places]
         everyone = [rollout for rollouts in self.mesh.of_teams(own) for rollout in rollouts]
         return sorted(everyone, key=lambda r: (r.prompt_index, r.sample_index))
 
@@ -403,8 +392,8 @@ class LocalEngine:
         token_needs = passes.token_needs(list(weights))
         for part in parts if token_needs else ():
             fields = self._fields(part, token_needs)
-            wholes = {need: Field(weights[need], passes.coverage(batch, need)) for need in token_needs}
-            own = {n: micro.slice_like(f, part, n, weights, wholes[n], total) for n, f in fields.items()}
+            ats = {n: passes.coverage(batch, n) for n in token_needs}
+            own = {n: micro.slice_like(f, part, weights[n], ats[n], total) for n, f in fields.items()}
             self._propagate(fields, {} if part.spare else own)
         self._propagate(self.parameter_fields(list(weights)), weights)
 

@@ -95,9 +95,7 @@ class Mesh:
 
     def sum_gradients(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Each gradient becomes its sum over the ranks; one that no rank has stays None."""
-        if self.size == 1:
-            return
-        if not parameters:
+        if self.size == 1 or not parameters:
             return
         has = torch.tensor([float(p.grad is not None) for p in parameters], device=parameters[0].device)
         flat = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in parameters] + [has])
@@ -167,18 +165,13 @@ class Mesh:
         """If an exchange fails inside the block because a rank is gone, the error is one sentence about that rank."""
         try:
             yield
-        except RuntimeError as error:
-            if self.size > 1 and (gone := self._gone(error)):
-                raise EarnestError(gone) from error
-            self._leave_reason(error)
-            raise
         except BaseException as error:
-            self._leave_reason(error)
+            if isinstance(error, RuntimeError) and self.size > 1 and (gone := self._gone(error)):
+                raise EarnestError(gone) from error
+            if self.notes is not None:
+                note = self.notes / f"rank-{self.rank}.failed"
+                note.write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
             raise
-
-    def _leave_reason(self, error: BaseException) -> None:
-        if self.notes is not None:
-            (self.notes / f"rank-{self.rank}.failed").write_text(f"{type(error).__name__}: {error}", encoding="utf-8")
 
     def _gone(self, error: RuntimeError) -> str | None:
         """Which rank ended and why, if one did."""

@@ -209,14 +209,12 @@ def join(parts: Sequence[tuple[Tensor, Mapping[Need, Field]]], total: int) -> di
     return whole
 
 
-def slice_like(
-    field: Field, micro: Micro, need: Need, weights: Mapping[Need, Tensor], whole: Field, total: int
-) -> Tensor:
-    """The part of ``weights[need]`` (laid out like ``whole``) that belongs to this micro-batch's ``field``."""
+def slice_like(field: Field, micro: Micro, weights: Tensor, at: Tensor | None, total: int) -> Tensor:
+    """The part of ``weights``, which cover the tokens ``at`` of ``total``, that belongs to this ``field``."""
     place = torch.full((total,), -1, dtype=torch.long, device=micro.token.device)
-    at = torch.arange(total, device=place.device) if whole.at is None else whole.at
+    at = torch.arange(total, device=place.device) if at is None else at
     place[at] = torch.arange(at.shape[0], device=place.device)
-    return weights[need][place[_whole_place(micro.token, field)]]
+    return weights[place[_whole_place(micro.token, field)]]
 
 
 def _whole_place(token: Int[Tensor, " n"], field: Field) -> Int[Tensor, " m"]:

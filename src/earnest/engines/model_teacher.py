@@ -97,7 +97,8 @@ class ModelTeacher:
         student = engine.score(own, TopKWanted(min(self.top_k, vocabulary)))
         assert not isinstance(student, Tensor)
         ids: Tensor = student.ids  # type: ignore[union-attr]  # a TopK was asked for
-        return ScoredAt(ids, *scoring.at_ids_and_tail(hidden, head, ids)), exact
+        at = scoring.at_ids_and_tail(hidden, head, ids)
+        return ScoredAt(ids, at.logprobs, at.tail), exact
 
     def _hidden(self, batch: Batch) -> Float[Tensor, "N d"]:
         """The model's states before each active token."""

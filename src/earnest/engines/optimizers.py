@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, TypeVar
 
@@ -89,8 +89,13 @@ class AdamW(Optimizer):
         0.0, "each step shrinks the parameters by lr·weight_decay of their size", at_least=0.0
     )
 
+    def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
+        """The class that steps."""
+        return torch.optim.AdamW
+
     def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(groups(decayed, plain, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps)
+        made = groups(decayed, plain, self.weight_decay)
+        return self.optimizer()(made, lr=self.lr, betas=self.betas, eps=self.eps)
 
 
 @register
@@ -103,15 +108,12 @@ class AdamW8bit(AdamW):
 
     kind: ClassVar[str] = "adamw8bit"
 
-    def build(self, decayed: Parameters, plain: Parameters) -> torch.optim.Optimizer:
+    def optimizer(self) -> Callable[..., torch.optim.Optimizer]:
         try:
             from torchao.optim import AdamW8bit as Theirs
         except ImportError:
             raise MissingExtra("torchao", "torchao", "the optimizer adamw8bit") from None
-        found: torch.optim.Optimizer = Theirs(
-            groups(decayed, plain, self.weight_decay), lr=self.lr, betas=self.betas, eps=self.eps
-        )
-        return found
+        return Theirs  # type: ignore[no-any-return]
 
 
 @register

@@ -92,42 +92,40 @@ class Constant(RateSchedule):
 
 
 @dataclass(frozen=True)
-class Linear(RateSchedule):
-    """Warm-up, then a straight line from lr to floor·lr."""
-
-    kind: ClassVar[str] = "linear"
+class FallingSchedule(RateSchedule):
+    """A schedule that ends at floor·lr."""
 
     floor: float = setting(
         0.1, "the rate of the last update, as a share of lr; 0: that update does nothing", at_least=0.0, below=1.0
     )
+
+
+@dataclass(frozen=True)
+class Linear(FallingSchedule):
+    """Warm-up, then a straight line from lr to floor·lr."""
+
+    kind: ClassVar[str] = "linear"
 
     def after_warmup(self, t: int, start: int, total: int) -> float:
         return line(self.floor, progress(t, start, total))
 
 
 @dataclass(frozen=True)
-class Cosine(RateSchedule):
+class Cosine(FallingSchedule):
     """Warm-up, then half a cosine from lr to floor·lr (arXiv 1608.03983, without restarts)."""
 
     kind: ClassVar[str] = "cosine"
-
-    floor: float = setting(
-        0.1, "the rate of the last update, as a share of lr; 0: that update does nothing", at_least=0.0, below=1.0
-    )
 
     def after_warmup(self, t: int, start: int, total: int) -> float:
         return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * progress(t, start, total))) / 2
 
 
 @dataclass(frozen=True)
-class WSD(RateSchedule):
+class WSD(FallingSchedule):
     """Warm-up, stable, decay (arXiv 2404.06395): lr until the last ``decay`` of the run, then a line to floor·lr."""
 
     kind: ClassVar[str] = "wsd"
 
-    floor: float = setting(
-        0.1, "the rate of the last update, as a share of lr; 0: that update does nothing", at_least=0.0, below=1.0
-    )
     decay: float = setting(0.2, "the share of all updates, at the end, in which the rate falls", above=0.0, at_most=1.0)
 
     def warmup_updates(self, total: int) -> int:

@@ -5,6 +5,8 @@ lp_v = z_v - logsumexp(z);   tail = logsumexp of the logits outside the top K, n
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -27,15 +29,18 @@ def top_k(hidden: Float[Tensor, "N d"], head: HeadSpec, k: int) -> TopK:
     vocabulary = head.weight.shape[0]
     if not 1 <= k <= vocabulary:
         raise SignalError(f"top-K needs 1 ≤ K ≤ {vocabulary} (the vocabulary), got {k}.")
+    return _kept(hidden, head, lambda logits, _: logits.topk(k, -1).indices)
+
+
+def _kept(hidden: Float[Tensor, "N d"], head: HeadSpec, choose: Callable[[Tensor, slice], Tensor]) -> TopK:
+    """The tokens that ``choose(logits, rows)`` gives for each chunk of rows, and the log of the remaining mass."""
     ids, logprobs, tails = [], [], []
     for part in _chunks(hidden, head):
         logits = head.logits(hidden[part])
-        norm = logits.logsumexp(-1)
-        values, index = logits.topk(k, -1)
-        rest = logits.scatter(-1, index, float("-inf")).logsumexp(-1)
+        norm, index = logits.logsumexp(-1), choose(logits, part)
         ids.append(index)
-        logprobs.append((values - norm[:, None]).clamp(max=0))
-        tails.append(rest - norm)
+        logprobs.append((logits.gather(-1, index) - norm[:, None]).clamp(max=0))
+        tails.append(logits.scatter(-1, index, float("-inf")).logsumexp(-1) - norm)
     return TopK(torch.cat(ids), torch.cat(logprobs), torch.cat(tails))
 
 
@@ -49,17 +54,9 @@ def at_ids(hidden: Float[Tensor, "N d"], head: HeadSpec, ids: Int[Tensor, "N K"]
 
 
 @torch.no_grad()
-def at_ids_and_tail(
-    hidden: Float[Tensor, "N d"], head: HeadSpec, ids: Int[Tensor, "N K"]
-) -> tuple[Float[Tensor, "N K"], Float[Tensor, " N"]]:
+def at_ids_and_tail(hidden: Float[Tensor, "N d"], head: HeadSpec, ids: Int[Tensor, "N K"]) -> TopK:
     """Exact log-probs at the given ids, and the log of the remaining mass."""
-    found, tails = [], []
-    for part in _chunks(hidden, head):
-        logits = head.logits(hidden[part])
-        norm = logits.logsumexp(-1)
-        found.append((logits.gather(-1, ids[part]) - norm[:, None]).clamp(max=0))
-        tails.append(logits.scatter(-1, ids[part], float("-inf")).logsumexp(-1) - norm)
-    return torch.cat(found), torch.cat(tails)
+    return _kept(hidden, head, lambda _, part: ids[part])
 
 
 @torch.no_grad()

@@ -11,7 +11,7 @@ states do not depend on the other rows, up to the rounding of matrix products of
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, Protocol
@@ -52,19 +52,22 @@ class BufferLayer(CacheLayerMixin):
     def _buffer(self, like: Tensor) -> Tensor:
         return like.new_empty(like.shape[0], like.shape[1], self.room, like.shape[3])
 
-    def _grow(self) -> None:
-        for name in ("keys", "values"):
-            old: Tensor = getattr(self, name)
-            new = self._buffer(old)
-            new[:, :, : self.used] = old[:, :, : self.used]
-            setattr(self, name, new)
+    def change(self, how: Callable[[Tensor], Tensor]) -> None:
+        """Replace the keys, and the values, by what ``how`` makes of them."""
+        assert self.keys is not None and self.values is not None
+        self.keys, self.values = how(self.keys), how(self.values)
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._buffer(old)
+        new[:, :, : self.used] = old[:, :, : self.used]
+        return new
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         end = self.used + key_states.shape[-2]
         if end > self.room:
             self.room = max(end, 2 * self.room)
             if self.is_initialized:
-                self._grow()
+                self.change(self._grown)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None and self.values is not None
@@ -276,8 +279,7 @@ def reuse(first: Cached, slots: Int[Tensor, " r"], second: Cached) -> None:
 def _widen(cached: Cached, columns: int) -> None:
     """Put this many columns of padding in front of every row."""
     for layer in _layers(cached):
-        for name in ("keys", "values"):
-            setattr(layer, name, torch.nn.functional.pad(getattr(layer, name), (0, 0, columns, 0)))
+        layer.change(lambda old: torch.nn.functional.pad(old, (0, 0, columns, 0)))
         layer.used, layer.room = layer.used + columns, layer.room + columns
     cached.mask = torch.nn.functional.pad(cached.mask, (columns, 0), value=False)
     cached.used += columns
@@ -288,8 +290,7 @@ def trim(cached: Cached) -> None:
     lead = int(cached.mask[:, : cached.used].any(0).int().argmax())
     if lead > _SPARE:
         for layer in _layers(cached):
-            for name in ("keys", "values"):
-                setattr(layer, name, getattr(layer, name)[:, :, lead:].clone())
+            layer.change(lambda old: old[:, :, lead:].clone())
             layer.used, layer.room = layer.used - lead, layer.room - lead
         cached.mask, cached.used = cached.mask[:, lead:], cached.used - lead
         cached.ragged = not bool(cached.mask.all())

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from earnest.errors import EarnestError, UnusableModel, nearest
 from earnest.models import hub, places, smollm2
@@ -22,9 +22,6 @@ from earnest.models.policy import Policy, eos_ids
 from earnest.models.quantised import quantise
 from earnest.models.quiet import quiet
 from earnest.models.speech import Speech
-
-if TYPE_CHECKING:
-    import torch
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"]
 _log = logging.getLogger("earnest.models")
@@ -50,7 +47,35 @@ def load(
     where, why = choose_device(device)
     precision = choose_dtype(dtype, where)
     folder, label, version, notes = _find(os.fspath(name), say or _log.info)
-    return _open(folder, label, version, (why, *notes), where, precision, dtype)
+    _require_causal_lm(places.read_config(folder), folder)
+    places.require_safetensors([p.name for p in folder.iterdir()], str(folder))
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    try:
+        with _ONE_AT_A_TIME, quiet():
+            model, info = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                dtype="auto" if precision is None else precision,
+                use_safetensors=True,
+                trust_remote_code=False,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+    except EarnestError:
+        raise
+    except Exception as error:
+        raise UnusableModel(
+            f"{folder} cannot be loaded: {_sentence(error)} Check the folder, or save the model again."
+        ) from error
+    notes = (why, *notes, *_require_whole(info, folder))
+    _require_fit(model, tokenizer, folder)
+    if dtype == "int8" or dtype == "nf4":
+        notes += (quantise(model, dtype),)
+    policy = Policy.of(model.to(where), tokenizer, name=label, version=version)
+    policy.notes = notes
+    return policy
 
 
 @dataclass(frozen=True)
@@ -114,47 +139,6 @@ def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str, tuple[
     say(f"{name}: asking the Hugging Face hub")
     folder, revision, notes = hub.fetch(name)
     return folder, name, revision, notes
-
-
-def _open(
-    folder: Path,
-    name: str,
-    version: str,
-    notes: tuple[str, ...],
-    device: torch.device,
-    dtype: torch.dtype | None,
-    wanted: Dtype,
-) -> Policy:
-    raw = places.read_config(folder)
-    _require_causal_lm(raw, folder)
-    places.require_safetensors([p.name for p in folder.iterdir()], str(folder))
-
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    try:
-        with _ONE_AT_A_TIME, quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype="auto" if dtype is None else dtype,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
-    except EarnestError:
-        raise
-    except Exception as error:
-        raise UnusableModel(
-            f"{folder} cannot be loaded: {_sentence(error)} Check the folder, or save the model again."
-        ) from error
-    notes += _require_whole(info, folder)
-    _require_fit(model, tokenizer, folder)
-    if wanted == "int8" or wanted == "nf4":
-        notes += (quantise(model, wanted),)
-    policy = Policy.of(model.to(device), tokenizer, name=name, version=version)
-    policy.notes = notes
-    return policy
 
 
 def _require_causal_lm(raw: dict[str, Any], folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import struct
 from importlib.resources import files
@@ -69,10 +70,5 @@ def count_parameters(folder: Path) -> int:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header = json.loads(file.read(length))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                size = 1
-                for n in entry["shape"]:
-                    size *= n
-                total += size
+        total += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
     return total

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol
 
 import torch
 
 from earnest.models.head import HeadSpec
+from earnest.models.speech import Messages
 
 
 class PolicyLike(Protocol):
@@ -39,19 +40,11 @@ class PolicyLike(Protocol):
     def head(self) -> HeadSpec: ...
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Messages, *, tools: Messages | None = None, add_generation_prompt: bool = True
     ) -> list[int]: ...
 
     def render_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Messages, *, tools: Messages | None = None, add_generation_prompt: bool = True
     ) -> str: ...
 
     def encode(self, text: str) -> list[int]: ...

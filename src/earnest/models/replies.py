@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from earnest.errors import ConfigError
 from earnest.models.protocol import PolicyLike
+from earnest.models.speech import Messages
 
 
-def reply_tokens(policy: PolicyLike, messages: Sequence[Mapping[str, Any]], text: str) -> tuple[list[int], list[int]]:
+def reply_tokens(policy: PolicyLike, messages: Messages, text: str) -> tuple[list[int], list[int]]:
     """(prompt, reply) as tokens; the reply ends with the end-of-turn token."""
     return message_tokens(policy, messages, {"role": "assistant", "content": text})
 
 
 def message_tokens(
-    policy: PolicyLike,
-    messages: Sequence[Mapping[str, Any]],
-    reply: Mapping[str, Any],
-    tools: Sequence[Mapping[str, Any]] | None = None,
+    policy: PolicyLike, messages: Messages, reply: Mapping[str, Any], tools: Messages | None = None
 ) -> tuple[list[int], list[int]]:
     """(prompt, reply) for a whole assistant message, with its tool calls in the reply."""
     asked = policy.render(messages, tools=tools)
@@ -33,6 +31,5 @@ def message_tokens(
         raise ConfigError(
             f"model: the chat template of {policy.name} never ends a turn, so no answer learns to stop; use another."
         )
-    return asked, tokens[
-        : ends[-1] + 1
-    ]  # without the line break that templates add after the end of a turn: it is not sampled
+    # without the line break that templates add after the end of a turn: it is not sampled
+    return asked, tokens[: ends[-1] + 1]

@@ -12,7 +12,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -215,7 +215,7 @@ class SlotSampler:
     def _start(self, rows: list[SampleRow]) -> _Group:
         device, steps = self.policy.device, self.spec.max_new_tokens
         place = {prompt: i for i, prompt in enumerate(dict.fromkeys(row.prompt for row in rows))}
-        prefixes = self._prefixes_of(rows, len(place), place) if self._prefixes else self._shared(list(place))
+        prefixes = self._prefixes_of(rows, place) if self._prefixes else self._shared(list(place))
         owner = torch.as_tensor([place[row.prompt] for row in rows], device=device)
         exact = torch.float32 if device.type == "mps" else torch.float64
         return _Group(
@@ -229,10 +229,8 @@ class SlotSampler:
             torch.ones(len(rows), dtype=torch.bool, device=device),
         )
 
-    def _prefixes_of(
-        self, rows: list[SampleRow], count: int, place: dict[tuple[int, ...], int]
-    ) -> list[Prefix | None] | None:
-        found: list[Prefix | None] = [None] * count
+    def _prefixes_of(self, rows: list[SampleRow], place: dict[tuple[int, ...], int]) -> list[Prefix | None] | None:
+        found: list[Prefix | None] = [None] * len(place)
         for row in rows:
             prefix = self._prefixes.pop((row.prompt_index, row.sample_index), None)
             if prefix is not None and row.prompt[: len(prefix.tokens)] == prefix.tokens != row.prompt:
@@ -254,9 +252,8 @@ class SlotSampler:
     # --- one token ----------------------------------------------------------------------------------------------------
 
     def _advance(self, group: _Group) -> Finished:
-        at = group.count.clamp_max(group.tokens.shape[1] - 1)[
-            :, None
-        ]  # an ended row writes over its last token, which was read already
+        # an ended row writes over its last token, which was read already
+        at = group.count.clamp_max(group.tokens.shape[1] - 1)[:, None]
         token, logprob = _choose(self.policy, group.sequences.last, group.uniforms.gather(1, at)[:, 0], self.spec)
         group.tokens.scatter_(1, at, token[:, None])
         group.logprobs.scatter_(1, at, logprob[:, None])
@@ -288,13 +285,8 @@ class SlotSampler:
         finished: Finished = []
         for i, place in enumerate(places.tolist()):
             row, k = group.rows[place], counts[i]
-            done = Completion(
-                row.prompt_index,
-                row.sample_index,
-                tuple(ids[i][:k]),
-                tuple(values[i][:k]),
-                "stop" if stopped[i] else "length",
-            )
+            end: Literal["stop", "length"] = "stop" if stopped[i] else "length"
+            done = Completion(row.prompt_index, row.sample_index, tuple(ids[i][:k]), tuple(values[i][:k]), end)
             finished.append((row, done))
             if self._resume and isinstance(group.sequences, Cached):
                 kept = group.sequences.prefix(place, (*row.prompt, *done.tokens[:-1]))  # the last token was not read

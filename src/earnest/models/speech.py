@@ -7,6 +7,9 @@ from typing import Any
 
 from earnest.errors import EarnestError
 
+Messages = Sequence[Mapping[str, Any]]
+"""Messages of a conversation, or the schemas of tools."""
+
 
 class Speech:
     """The methods of a tokenizer with its chat template; local and remote policies share them."""
@@ -15,32 +18,18 @@ class Speech:
     tokenizer: Any
 
     def render(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Messages, *, tools: Messages | None = None, add_generation_prompt: bool = True
     ) -> list[int]:
         """Token ids of messages and available tools, by the chat template."""
         return list(self._applied(messages, tools, add_generation_prompt, tokenize=True, return_dict=False))
 
     def render_text(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        add_generation_prompt: bool = True,
+        self, messages: Messages, *, tools: Messages | None = None, add_generation_prompt: bool = True
     ) -> str:
         """The text whose tokens ``render`` returns."""
         return str(self._applied(messages, tools, add_generation_prompt, tokenize=False))
 
-    def _applied(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None,
-        add_generation_prompt: bool,
-        **options: Any,
-    ) -> Any:
+    def _applied(self, messages: Messages, tools: Messages | None, add_generation_prompt: bool, **options: Any) -> Any:
         if not messages:
             raise EarnestError(
                 "There are no messages to render; give at least one, such as {'role': 'user', 'content': 'hello'}."

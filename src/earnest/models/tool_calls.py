@@ -15,7 +15,7 @@ import ast
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
@@ -205,30 +205,22 @@ class MessageReader:
         """Read more of the answer's text (special tokens included)."""
         if self._parser is None:
             yield MessagePart("content", text)
-            return
-        try:
-            events = self._parser.feed(text)
-        except (ValueError, KeyError) as error:
-            yield from self._malformed(error)
-            return
-        yield from self._deltas(events)
+        else:
+            yield from self._deltas(lambda: self._parser.feed(text))
 
     def finish(self) -> Iterator[MessagePart]:
         """The end of the answer: a call that was not closed counts, too."""
-        if self._parser is None:
-            return
+        if self._parser is not None:
+            yield from self._deltas(lambda: self._parser.finalize()[1])
+
+    def _deltas(self, read: Callable[[], Sequence[Mapping[str, Any]]]) -> Iterator[MessagePart]:
+        """The pieces of the parser's next events."""
         try:
-            _, events = self._parser.finalize()
+            events = read()
         except (ValueError, KeyError) as error:
-            yield from self._malformed(error)
+            self._parser = None  # what follows is text
+            yield self._error(f"The tool call cannot be read: {str(error).splitlines()[0]}.")
             return
-        yield from self._deltas(events)
-
-    def _malformed(self, error: Exception) -> Iterator[MessagePart]:
-        self._parser = None  # what follows is text
-        yield self._error(f"The tool call cannot be read: {str(error).splitlines()[0]}.")
-
-    def _deltas(self, events: Sequence[Mapping[str, Any]]) -> Iterator[MessagePart]:
         for event in events:
             region = event["field"]
             if region == "tool_calls":

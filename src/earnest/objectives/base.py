@@ -42,8 +42,36 @@ class Value:
     estimator: str | None = None
 
 
+class Summand:
+    """The arithmetic of terms and objectives: every result is an objective."""
+
+    def __add__(self, other: Summand) -> Objective:
+        if not isinstance(other, Summand):
+            return NotImplemented
+        return Objective(Objective.of(self).terms + Objective.of(other).terms)
+
+    def __radd__(self, other: object) -> Objective:
+        return Objective.of(self) if isinstance(other, int) and other == 0 else NotImplemented  # sum() begins with 0
+
+    def __sub__(self, other: Summand) -> Objective:
+        return self + -1.0 * other if isinstance(other, Summand) else NotImplemented
+
+    def __neg__(self) -> Objective:
+        return self * -1.0
+
+    def __mul__(self, weight: float) -> Objective:
+        if not isinstance(weight, (int, float)):
+            return NotImplemented
+        return Objective(tuple(replace(w, weight=w.weight * float(weight)) for w in Objective.of(self).terms))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: float) -> Objective:
+        return self * (1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
+
+
 @dataclass(frozen=True, kw_only=True)
-class Term(Checked):
+class Term(Checked, Summand):
     """One part of a loss. Subclasses are frozen dataclasses with a unique ``kind``.
 
     ``laws`` are facts about the term that the audit may rely on: "stop_gradient" (its value is not the integral of its
@@ -209,26 +237,6 @@ class Term(Checked):
         """The rows and signals that a batch must have for this term alone."""
         return Objective.of(self).wants()
 
-    def __add__(self, other: Term | Objective) -> Objective:
-        return Objective.of(self) + other
-
-    def __radd__(self, other: object) -> Objective:
-        return Objective.of(self).__radd__(other)
-
-    def __sub__(self, other: Term | Objective) -> Objective:
-        return Objective.of(self) - other
-
-    def __neg__(self) -> Objective:
-        return -Objective.of(self)
-
-    def __mul__(self, weight: float) -> Objective:
-        return Objective.of(self) * weight
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: float) -> Objective:
-        return Objective.of(self) / divisor
-
 
 @dataclass(frozen=True)
 class Weighted:
@@ -251,7 +259,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Objective:
+class Objective(Summand):
     """A sum of weighted terms with unique labels."""
 
     terms: tuple[Weighted, ...]
@@ -269,32 +277,11 @@ class Objective:
                 raise ObjectiveError(f"{w.term.label}: a weight is a finite number, got {w.weight!r}.")
 
     @classmethod
-    def of(cls, value: Term | Objective) -> Objective:
-        return value if isinstance(value, Objective) else cls((Weighted(1.0, value),))
-
-    def __add__(self, other: Term | Objective) -> Objective:
-        if not isinstance(other, (Term, Objective)):
-            return NotImplemented
-        return Objective(self.terms + Objective.of(other).terms)
-
-    def __radd__(self, other: object) -> Objective:
-        return self if isinstance(other, int) and other == 0 else NotImplemented  # sum() begins with 0
-
-    def __sub__(self, other: Term | Objective) -> Objective:
-        return self + -1.0 * other if isinstance(other, (Term, Objective)) else NotImplemented
-
-    def __neg__(self) -> Objective:
-        return self * -1.0
-
-    def __mul__(self, weight: float) -> Objective:
-        if not isinstance(weight, (int, float)):
-            return NotImplemented
-        return Objective(tuple(replace(w, weight=w.weight * float(weight)) for w in self.terms))
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, divisor: float) -> Objective:
-        return self * (1 / divisor) if isinstance(divisor, (int, float)) else NotImplemented
+    def of(cls, value: Summand) -> Objective:
+        if isinstance(value, Objective):
+            return value
+        assert isinstance(value, Term)
+        return cls((Weighted(1.0, value),))
 
     def find(self, label: str) -> Term:
         return next(w.term for w in self.terms if w.term.label == label)

@@ -79,6 +79,8 @@ class RatioGradient(PolicyGradient):
     """
 
     laws: ClassVar[frozenset[str]] = frozenset({"reinforce_on_policy"})
+    per: ClassVar[str] = "token"
+    """The mean of the tokens' losses: see ``View.mean``."""
 
     correction: TruncatedIS | None = setting(None, "truncated importance sampling between sampler and trainer")
 
@@ -94,9 +96,8 @@ class RatioGradient(PolicyGradient):
         raise NotImplementedError  # abstract: every registered term defines it
 
     def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        """The loss from the per-token values: the objective's normaliser, by default the mean over the batch's
-        tokens."""
-        return view.token_mean(values)
+        """The loss from the per-token values: the objective's normaliser."""
+        return view.mean(values, self.per)
 
     def described(self) -> str:
         """The kind with the settings that affect the loss, for reports."""
@@ -183,9 +184,7 @@ class GRPO(Clipped):
     paper: ClassVar[str] = "DeepSeekMath, arXiv 2402.03300"
     equation: ClassVar[str] = "1/S Σ_i 1/|y_i| Σ_t -min(ρA, clip(ρ, 1-ε, 1+ε_high)A)"
     over: ClassVar[str] = "sequences"
-
-    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        return view.sequence_mean(values)
+    per: ClassVar[str] = "sequence"
 
 
 @register

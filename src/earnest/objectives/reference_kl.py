@@ -92,7 +92,7 @@ class ReferenceKL(Term):
         if self.importance != "none":
             ratio = (lp - view.behaviour).exp()
             values = values * (ratio if self.importance == "attached" else ratio.detach())
-        loss = view.sequence_mean(values) if self.per == "sequence" else view.token_mean(values)
+        loss = view.mean(values, self.per)
         with torch.no_grad():
             metrics: dict[str, Metric] = {
                 "k1": Mean.of(gap),

@@ -38,13 +38,7 @@ class Reinforce(PolicyGradient):
 
     def evaluate(self, view: View) -> Value:
         lp = self.logprobs(view)
-        values = -view.advantages * lp
-        if self.per == "token":
-            loss = view.token_mean(values)
-        elif self.per == "sequence":
-            loss = view.sequence_mean(values)
-        else:
-            loss = view.total(values) / view.counts.sequences
+        loss = view.mean(-view.advantages * lp, self.per)
         return Value(loss, f"{self.kind} per {self.per}", {"nll": Mean.of(-lp)} | self.common_metrics(view))
 
 
@@ -61,7 +55,5 @@ class RLOO(PolicyGradient):
 
     def evaluate(self, view: View) -> Value:
         lp = self.logprobs(view)
-        loss = view.total(-view.advantages * lp) / view.counts.sequences
-        return Value(
-            loss, f"{self.kind}, advantages {view.batch.estimator}", {"nll": Mean.of(-lp)} | self.common_metrics(view)
-        )
+        loss, ran = view.mean(-view.advantages * lp, "sum"), f"{self.kind}, advantages {view.batch.estimator}"
+        return Value(loss, ran, {"nll": Mean.of(-lp)} | self.common_metrics(view))

@@ -29,6 +29,7 @@ from earnest.settings import setting
 class SequenceRatio(Clipped):
     """The clipped surrogate on the geometric-mean ratio of each sequence."""
 
+    over: ClassVar[str] = "sequences"
     # With one advantage per sequence both forms have the same gradient, by construction.
     twins: ClassVar[frozenset[tuple[str, str]]] = frozenset({("sequence", "token")})
 
@@ -74,10 +75,7 @@ class GSPO(SequenceRatio):
     kind: ClassVar[str] = "gspo"
     paper: ClassVar[str] = "GSPO, arXiv 2507.18071"
     equation: ClassVar[str] = "1/S Σ_i -min(s_i A_i, clip(s_i, 1-ε, 1+ε_high)A_i),  s_i = exp(mean_t(lp - q))"
-    over: ClassVar[str] = "sequences"
-
-    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        return view.sequence_mean(values)
+    per: ClassVar[str] = "sequence"
 
 
 @register
@@ -88,7 +86,4 @@ class LUSPO(SequenceRatio):
     kind: ClassVar[str] = "luspo"
     paper: ClassVar[str] = "LUSPO (length-unbiased sequence policy optimisation), arXiv 2602.05261"
     equation: ClassVar[str] = "1/S Σ_i |y_i| · -min(s_i A_i, clip(s_i, 1-ε, 1+ε_high)A_i)"
-    over: ClassVar[str] = "sequences"
-
-    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        return view.total(values) / view.counts.sequences
+    per: ClassVar[str] = "sum"

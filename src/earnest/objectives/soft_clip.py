@@ -57,6 +57,7 @@ class SAPO(RatioGradient):
     kind: ClassVar[str] = "sapo"
     paper: ClassVar[str] = "SAPO, arXiv 2511.20347"
     equation: ClassVar[str] = "1/S Σ_i 1/|y_i| Σ_t -(4/τ)·σ(τ(ρ-1))·A"
+    per: ClassVar[str] = "sequence"
 
     tau_positive: float = setting(1.0, "τ⁺: how fast the gate closes where the advantage is positive", above=0.0)
     tau_negative: float = setting(1.05, "τ⁻: how fast it closes elsewhere", above=0.0)
@@ -67,6 +68,3 @@ class SAPO(RatioGradient):
         gate = torch.sigmoid(tau * (ratio - 1))
         metrics: dict[str, Metric] = {"gate": Mean.of(4 * gate * (1 - gate))}
         return -(4 / tau) * gate * view.advantages, metrics
-
-    def reduce(self, view: View, values: Float[Tensor, " n"]) -> Float[Tensor, ""]:
-        return view.sequence_mean(values)

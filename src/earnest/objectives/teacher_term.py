@@ -106,6 +106,12 @@ def covered(batch: Batch) -> Bool[Tensor, " N"]:
     return has
 
 
+def supports(objective: Objective) -> set[tuple[str, int]]:
+    """(support, K) of every live term that reads the teacher; K is 0 for every token of the vocabulary."""
+    terms = [w.term for w in objective.live() if isinstance(w.term, TeacherTerm)]
+    return {(t.support, 0 if t.support == "full" else t.top_k or DEFAULT_TOP_K) for t in terms}
+
+
 def teacher_support(objective: Objective) -> tuple[str, int]:
     """(support, K) that a teacher with a head of its own has to supply; ("full", 0): every logit.
 
@@ -113,7 +119,7 @@ def teacher_support(objective: Objective) -> tuple[str, int]:
     interpolation reads logits.
     """
     terms = [w.term for w in objective.live() if isinstance(w.term, TeacherTerm)]
-    wanted = {(t.support, 0 if t.support == "full" else t.top_k or DEFAULT_TOP_K) for t in terms}
+    wanted = supports(objective)
     blends = any("taid" in (t.kind, getattr(getattr(t, "wrap", None), "kind", None)) for t in terms)
     if len(wanted) != 1 or blends or any(t.temperature != 1 for t in terms):
         return "full", 0

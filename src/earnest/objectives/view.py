@@ -213,6 +213,12 @@ class View:
         """Mean over the whole batch's sequences of each one's token mean."""
         return self.row_mean(values).sum() / self.counts.sequences
 
+    def mean(self, values: Float[Tensor, " n"], per: str) -> Float[Tensor, ""]:
+        """By ``per``: the mean over all tokens, over the sequences' token means, or over the sequences' token sums."""
+        if per == "sum":
+            return self.total(values) / self.counts.sequences
+        return self.token_mean(values) if per == "token" else self.sequence_mean(values)
+
     def pairs(self) -> tuple[Int[Tensor, " P"], Int[Tensor, " P"]]:
         """Indices in ``rows`` of the chosen and of the rejected row of every pair."""
         places: dict[int, dict[str, int]] = {}

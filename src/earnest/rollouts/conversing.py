@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -228,17 +227,8 @@ class _Talk:
         self.sampler.ended(i, j)
         grade = await self._grade(state, ending, prompt, problem)
         grade = replace(grade, reward=grade.reward + sum(rewards))
-        rows, histories = transcript.finished()
-        trajectory = Trajectory(
-            i,
-            j,
-            rows,
-            histories,
-            tuple(transcript.messages),
-            tuple(rewards),
-            ending,
-            self.spec.temperature or 1.0,
-        )
+        told, temperature = tuple(transcript.messages), self.spec.temperature or 1.0
+        trajectory = Trajectory(i, j, *transcript.finished(), told, tuple(rewards), ending, temperature)
         text = "\n".join(self.policy.decode(turn.tokens) for turn in trajectory.turns())
         return Attempt(prompt, trajectory, text, grade)
 
@@ -286,18 +276,5 @@ def _wait(work: Coroutine[Any, Any, T]) -> T:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(work)
-    found: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(asyncio.run(work))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    thread.join()
-    if errors:
-        raise errors[0]
-    return found[0]
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, work).result()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from earnest.models.sampling import Completion, SampleSpec
 from earnest.rollouts.trajectory import Segment, Segments
 
 
@@ -25,6 +27,12 @@ class Rollout:
     policy_version: int
     temperature: float
     continued: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, found: Completion, place: int, prompt: Sequence[int], version: int, spec: SampleSpec) -> Rollout:
+        """The completion ``found`` of prompt number ``place``, as weights of this version sampled it."""
+        ends = (found.tokens, found.logprobs, found.finish)
+        return cls(place, found.sample_index, tuple(prompt), *ends, version, spec.temperature or 1.0)
 
     @property
     def spans(self) -> tuple[tuple[int, int], ...]:

@@ -90,17 +90,7 @@ class SlotTurns(TurnSampler):
             with torch.no_grad():  # also in the thread of this event loop
                 finished = self.slots.step()
             for row, c in finished:
-                found = Rollout(
-                    row.prompt_index,
-                    row.sample_index,
-                    row.prompt,
-                    c.tokens,
-                    c.logprobs,
-                    c.finish,
-                    version,
-                    self.spec.temperature or 1.0,
-                )
-                self._give(row, found)
+                self._give(row, Rollout.of(c, row.prompt_index, row.prompt, version, self.spec))
             await asyncio.sleep(0)
 
 

@@ -19,12 +19,12 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from earnest.errors import CheckpointError, EarnestError
-from earnest.rollouts import Attempt, Rollout, Rollouts, graded
+from earnest.rollouts import Attempt, Rollout, Rollouts
 from earnest.rollouts.attempts import Sample
 from earnest.rollouts.conversing import Conversations
 from earnest.rollouts.ledger import RolloutLedger, TakenBatch
 from earnest.rollouts.trajectory import Trajectory
-from earnest.runs.collect import BatchSource
+from earnest.runs.collect import BatchSource, attempt
 from earnest.runs.folder import ROLLOUTS, RunFolder
 from earnest.runs.setup import Setup
 from earnest.sync.base import Weights
@@ -98,25 +98,16 @@ class BatchesAhead(BatchSource):
     def _work(self, batch: int, part: int, sample: Sample, fresh: bool) -> SampledPart:
         """In a sampler's thread: sample and grade its prompts of the batch."""
         setup, prompts = self.setup, self.prompts(batch)
-        assert setup.task is not None
         places = share([tuple(setup.policy.render(p.messages)) for p in prompts], self.ledger.parts)[part]
         if not places:
             return SampledPart((), {}, fresh)
-        sampling = setup.config.sampling
-        made = graded(
-            setup.engine,
-            setup.task,
-            [prompts[i] for i in places],
-            sampling.completions_per_prompt,
-            self.spec(batch + 1),
-            setup.config.turns,
-            sample=sample,
-            max_grader_errors=setup.config.max_grader_errors,
-        )
-        own = [
+        count, own = setup.config.sampling.completions_per_prompt, [prompts[i] for i in places]
+        made = attempt(setup, own, count, self.spec(batch + 1), sample=sample)
+        attempts = [
             replace(a, rollout=replace(a.rollout, prompt_index=places[a.rollout.prompt_index])) for a in made.attempts
         ]
-        return SampledPart(tuple(own), {(places[i], j): tuple(found) for (i, j), found in made.drawn.items()}, fresh)
+        drawn = {(places[i], j): tuple(found) for (i, j), found in made.drawn.items()}
+        return SampledPart(tuple(attempts), drawn, fresh)
 
     def _metrics(
         self, taken: TakenBatch[SampledPart], version: int, waiting: int, flow: Flow[SampledPart]

@@ -12,6 +12,7 @@ from earnest.data.rendering import stretches
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts import Attempt, Rollouts, Trajectory, collect, graded
+from earnest.rollouts.attempts import Sample
 from earnest.rollouts.conversing import Conversations
 from earnest.runs.own_data import HELDOUT_SEED
 from earnest.runs.setup import Setup
@@ -21,22 +22,19 @@ from earnest.tasks import Environment, Prompt, PromptStream, Task
 
 
 def attempt(
-    setup: Setup, prompts: Sequence[Prompt], n: int, seed: int, task: Task | Environment | None = None
-) -> list[Attempt]:
+    setup: Setup,
+    prompts: Sequence[Prompt],
+    n: int,
+    spec: SampleSpec,
+    task: Task | Environment | None = None,
+    sample: Sample | None = None,
+) -> Conversations:
     """``n`` graded completions or conversations of every prompt of the run's task, or of ``task``, prompt by prompt,
-    with the run's sampler and settings."""
+    with the run's settings and its sampler, or with ``sample``."""
     task, config = task or setup.task, setup.config
     assert task is not None, "there are prompts only where there is a task"
-    return graded(
-        setup.engine,
-        task,
-        prompts,
-        n,
-        _spec(setup, seed),
-        config.turns,
-        sample=setup.elsewhere,
-        max_grader_errors=config.max_grader_errors,
-    ).attempts
+    errors, sample = config.max_grader_errors, sample or setup.elsewhere
+    return graded(setup.engine, task, prompts, n, spec, config.turns, sample=sample, max_grader_errors=errors)
 
 
 class BatchSource:
@@ -59,7 +57,7 @@ class BatchSource:
 
     def spec(self, number: int) -> SampleSpec:
         """How the batch with this number (from 1) is sampled."""
-        return _spec(self.setup, derive(self.setup.config.seed, f"{self.purpose} sampling", number))
+        return spec_of(self.setup, derive(self.setup.config.seed, f"{self.purpose} sampling", number))
 
     def collect(self, number: int, prompts: Sequence[Prompt], made: Conversations | None = None) -> Rollouts:
         """The batch with this number, of these prompts; ``made``: what was sampled of them before."""
@@ -137,7 +135,7 @@ def own_samples(
     all measured rows), the file's own answer, and a completion of its prompt. A plain text is completed from its first
     half. A completion may be as long as the longest of the file's answers; rows whose prompt leaves no room for
     ``sampling.max_new_tokens`` are left out."""
-    data, spec, policy = setup.data, _spec(setup, HELDOUT_SEED), setup.policy
+    data, spec, policy = setup.data, spec_of(setup, HELDOUT_SEED), setup.policy
     assert data is not None, "they are samples on the user's data"
     measured = data.heldout_places(setup.config.eval.prompts)
     shown: list[tuple[int, list[dict[str, str]], str, Sequence[int]]] = []
@@ -217,6 +215,7 @@ def _plain(content: Any) -> str:
     return content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
 
 
-def _spec(setup: Setup, seed: int) -> SampleSpec:
+def spec_of(setup: Setup, seed: int) -> SampleSpec:
+    """How the run samples."""
     sampling = setup.config.sampling
     return SampleSpec(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, seed=seed)

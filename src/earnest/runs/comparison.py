@@ -30,17 +30,18 @@ class Comparison:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         name = f"held-out {self.measure}"
-        yield f"{name:<16} {_pm(self.before, self.before_se)} → [bold green]{_pm(self.after, self.after_se)}[/]"
+        before, after = with_error(self.before, self.before_se), with_error(self.after, self.after_se)
+        yield f"{name:<16} {before} → [bold green]{after}[/]"
         if self.measure != "reward":
             if self.perplexity is not None:
                 yield f"perplexity       {self.perplexity[0]:.3f} → {self.perplexity[1]:.3f}"
             if self.margin is not None:
                 yield f"margin           {self.margin[0]:.3f} → {self.margin[1]:.3f}  [dim](nats per token)[/]"
             size = _over(self.prompts, "row", "rows")
-            yield f"change           {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
+            yield f"change           {with_error(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
             return
         size = f"{_over(self.prompts, 'prompt', 'prompts')}, {self.samples} completions"
-        yield f"gain             {_pm(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
+        yield f"gain             {with_error(self.gain, self.gain_se, '+')}  [dim]({size})[/]"
 
 
 def compared(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +73,8 @@ def _over(count: int, one: str, many: str) -> str:
     return f"standard errors over {count} {many}" if count != 1 else f"one {one}, so no standard error: hold out more"
 
 
-def _pm(value: float, se: float | None, sign: str = "") -> str:
+def with_error(value: float, se: float | None, sign: str = "") -> str:
+    """A number with its standard error."""
     return f"{value:{sign}.3f}" + ("" if se is None else f" ± {se:.3f}")
 
 

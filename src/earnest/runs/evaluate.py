@@ -19,7 +19,7 @@ from typing import Any
 from earnest.errors import ConfigError
 from earnest.report.record import Measure
 from earnest.rollouts import Attempt, describe
-from earnest.runs.collect import attempt
+from earnest.runs.collect import attempt, spec_of
 from earnest.runs.comparison import standard_error
 from earnest.runs.own_data import HELDOUT_SEED, OwnMeasurement
 from earnest.runs.setup import Setup
@@ -95,16 +95,16 @@ def heldout(setup: Setup, task: Task | Environment | None = None) -> list[Prompt
 
 def evaluate(setup: Setup, step: int) -> HeldOutEvaluation:
     """Measure the policy that would be deployed: the current one, without a guard's quarantine."""
-    wanted, version = setup.config.eval, setup.engine.version
+    wanted, version, spec = setup.config.eval, setup.engine.version, spec_of(setup, HELDOUT_SEED)
     with setup.deployed():
         own = None if setup.data is None else setup.data.measure(setup.engine, wanted.prompts)
         further = {} if own is None else dict(own.metrics)
         for task in setup.further:
-            found = HeldOutEvaluation.of(attempt(setup, heldout(setup, task), wanted.samples, HELDOUT_SEED, task))
+            found = HeldOutEvaluation.of(attempt(setup, heldout(setup, task), wanted.samples, spec, task).attempts)
             numbers = {"reward": found.value, "reward_se": found.se, "correct": found.correct}
             further |= {f"eval/{task.name}/{name}": value for name, value in numbers.items() if value is not None}
         if setup.task is None:
             assert own is not None, "a run without a task has held-out rows"
             return HeldOutEvaluation(step, version, own.parts, 1, None, (), further, own, own.measure)
-        attempts = attempt(setup, heldout(setup), wanted.samples, HELDOUT_SEED)
+        attempts = attempt(setup, heldout(setup), wanted.samples, spec).attempts
     return replace(HeldOutEvaluation.of(attempts, step, version, further), own=own)

@@ -15,6 +15,7 @@ from rich.text import Text
 from earnest import report
 from earnest.adapters.trained import TEMPLATE
 from earnest.config import LoopConfig, RunConfig, changed_keys, dump, load_file
+from earnest.disk import write_text
 from earnest.errors import CheckpointError, ConfigError
 from earnest.proving import prove
 from earnest.runs import environment, ranks, verdicts
@@ -120,9 +121,7 @@ def resume(
         if config.replicated and replicas is not None:
             return replicas(run, config, console)
         _require_one_process(config)
-        threads = read_json(folder / "environment.json").get("threads")
-        if config.threads is None and isinstance(threads, int):
-            torch.set_num_threads(threads)  # another number of threads sums in another order
+        _set_threads(config, folder)
         mesh = ranks.join(config)
         ranks.settle(mesh, folder, own)
         setup = build(config, note_on(console), mesh)
@@ -148,14 +147,19 @@ def replay(folder: Path, overrides: Sequence[str] = (), console: Console | None 
     steps_recorded(folder, recorded.steps)
     place = Path(wanted.out) if wanted.out is not None else folder.with_name(f"{folder.name}-replay")
     require_free(place)
-    threads = read_json(folder / "environment.json").get("threads")
-    if recorded.threads is None and isinstance(threads, int):
-        torch.set_num_threads(threads)  # another number of threads sums in another order
+    _set_threads(recorded, folder)
     sampling = recorded.sampling.model_copy(update={"workers": 0})
     setup = build(recorded.model_copy(update={"sampler": None, "sampling": sampling}), note_on(console))
     header = {"recipe": f"replay of {folder.name}", **setup.describe()}
     run = RunFolder.create(place, recorded, setup.policy, header)
     return go(setup, run, console, resumed=False, replay=folder)
+
+
+def _set_threads(config: RunConfig, folder: Path) -> None:
+    """As many threads as the run in ``folder`` had: another number sums in another order."""
+    threads = read_json(folder / "environment.json").get("threads")
+    if config.threads is None and isinstance(threads, int):
+        torch.set_num_threads(threads)
 
 
 def _require_one_process(config: RunConfig) -> None:
@@ -238,12 +242,10 @@ def _warn_of_another_horizon(loop: TrainingLoop, before: int) -> None:
     schedule, steps = loop.setup.engine.optimizer_spec.schedule, loop.setup.config.steps
     if steps == before or schedule is None or not schedule.open_ended:
         return
-    warning = (
+    loop.warn(
         f"steps raised from {before} to {steps}: the {schedule.kind} schedule now extends over {steps} steps, so from "
         f"step {loop.step + 1} on the learning rate is that of the longer run"
     )
-    loop.run.event("warning", warning)
-    loop.progress.warn(warning)
 
 
 def _config_to_resume(run: RunFolder, overrides: Sequence[str]) -> RunConfig:
@@ -272,8 +274,6 @@ def continued(run: RunFolder, old: C, new: C) -> C:
         raise ConfigError(f"steps: a resumed run needs at least its {old.steps} steps, got {new.steps}; leave it out.")
     kept = [key for key in different if not key.startswith("engine.")]
     if kept:
-        from earnest.disk import write_text
-
         write_text(run.path / "config.yaml", dump(new))
         steps = f" (steps from {old.steps} to {new.steps})" if new.steps != old.steps else ""
         run.event("info", f"changed on resuming: {', '.join(kept)}{steps}")

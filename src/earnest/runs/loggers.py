@@ -51,21 +51,21 @@ def open_loggers(names: Sequence[str], run: Path, config: Mapping[str, Any], aft
 def require_installed(names: Sequence[str]) -> None:
     """Raise if a logger's package is missing."""
     for name in names:
-        _need(name, name)
+        _need(name)
 
 
-def _need(package: str, extra: str) -> Any:
+def _need(package: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError as error:
-        raise MissingExtra(extra, extra, f"loggers: [{extra}]") from error
+        raise MissingExtra(package, package, f"loggers: [{package}]") from error
 
 
 class TensorBoard:
     """Event files in RUN/tensorboard. A resumed run purges what was written after its checkpoint."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
-        _need("tensorboard", "tensorboard")
+        _need("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(run / "tensorboard"), purge_step=after_step + 1 if after_step else None)
@@ -82,23 +82,21 @@ class Trackio:
     """trackio, local by default; the project is "earnest", the run is the folder's name."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
-        self._trackio = _need("trackio", "trackio")
-        self._trackio.init(
-            project="earnest", name=run.name, config=dict(config), resume="allow" if after_step else "never"
-        )
+        self._run = _need("trackio")
+        self._run.init(project="earnest", name=run.name, config=dict(config), resume="allow" if after_step else "never")
 
     def log(self, line: Mapping[str, Any]) -> None:
-        self._trackio.log(flatten(line), step=line["step"])
+        self._run.log(flatten(line), step=line["step"])
 
     def close(self) -> None:
-        self._trackio.finish()
+        self._run.finish()
 
 
-class Wandb:
+class Wandb(Trackio):
     """Weights & Biases; WANDB_MODE=offline keeps it on this machine. A run folder has one W&B run, and resumes it."""
 
     def __init__(self, run: Path, config: Mapping[str, Any], after_step: int) -> None:
-        wandb = _need("wandb", "wandb")
+        wandb = _need("wandb")
         identity = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]
         try:
             self._run = wandb.init(
@@ -111,12 +109,6 @@ class Wandb:
                 f"loggers: wandb could not start ({str(error).splitlines()[0]}); log in with `wandb login`, "
                 "or set WANDB_MODE=offline."
             ) from error
-
-    def log(self, line: Mapping[str, Any]) -> None:
-        self._run.log(flatten(line), step=line["step"])
-
-    def close(self) -> None:
-        self._run.finish()
 
 
 _KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from earnest.errors import EarnestError, NothingToTrain
-from earnest.models import SampleSpec
 from earnest.objectives import Objective
 from earnest.proving import prove, prove_conversations
 from earnest.report.watch import BEFORE_TRAINING, RunWatch
@@ -28,7 +27,7 @@ from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.ahead import BatchesAhead, ReplayedBatches
 from earnest.runs.best import Best
-from earnest.runs.collect import BatchSource, own_rows, own_samples, sample_record
+from earnest.runs.collect import BatchSource, own_rows, own_samples, sample_record, spec_of
 from earnest.runs.errors import Interrupted, RunStopped
 from earnest.runs.evaluate import HeldOutEvaluation, evaluate
 from earnest.runs.folder import RunFolder
@@ -175,7 +174,7 @@ class TrainingLoop:
         config = self.setup.config
         for weighted in self.setup.objective.live():
             if weighted.weight < 0:
-                self._warn(
+                self.warn(
                     f"{weighted.term.label} has the weight {weighted.weight:g}, so its loss is raised instead of "
                     "lowered (a policy gradient trains the reward away); give a positive weight unless you want this."
                 )
@@ -218,21 +217,24 @@ class TrainingLoop:
         self.step, self.seconds = step, self.seconds + done - started
         seconds = {"sample" if collected.attempts else "rows": sampled - started, "train": done - sampled}
         self.line = step_line(step, engine, objective, collected, seconds, report or idle)
-        self._record_step(self.line)
+        self._record(self.line)
         for number, a in enumerate(collected.attempts[: config.samples.train]):
             taught = collected.taught[number] if collected.taught else ()
             self.run.samples.append(sample_record(a, "train", step, self.setup.policy, taught))
 
-    def _record_step(self, line: dict[str, Any]) -> None:
-        """Write a step's line, show it, and warn if a condition of the watch is true of the last steps."""
+    def _record(self, line: dict[str, Any]) -> None:
+        """Write the line of a step or an evaluation, show it, and warn if a condition of the watch is true of the last
+        lines. The best evaluation so far gets a checkpoint."""
+        evaluation = line["kind"] == "eval"
+        self.evaluations += [line] if evaluation else []
         self.run.metrics.append(line)
         for logger in self.loggers:
             logger.log(line)
-        self.progress.step(line)
+        (self.progress.evaluation if evaluation else self.progress.step)(line)
         for warning in self.watch.add(line):
-            self._warn(warning)
-        if self.best is not None:
-            self.best.add(line)
+            self.warn(warning)
+        if self.best is not None and self.best.add(line):
+            self.save()
 
     @property
     def ended(self) -> str | None:
@@ -250,7 +252,8 @@ class TrainingLoop:
         """The warning that stops this run; None if there is none, or if ``on_stall`` is "warn"."""
         return next(iter(self.watch.warnings), None) if self.setup.config.on_stall == "stop" else None
 
-    def _warn(self, sentence: str) -> None:
+    def warn(self, sentence: str) -> None:
+        """Show a warning, and record it."""
         self.run.event("warning", sentence)
         self.progress.warn(sentence)
 
@@ -267,8 +270,7 @@ class TrainingLoop:
         started = time.perf_counter()
         self.progress.note("checking the training step")
         for warning in task_warnings(self.setup):
-            self.run.event("warning", warning)
-            self.progress.warn(warning)
+            self.warn(warning)
         engine, objective = self.setup.require_local("check"), self.setup.objective
         batch = probe_batch(self.setup)
         if batch.advantages is not None and not bool(batch.advantages.any()):
@@ -282,7 +284,7 @@ class TrainingLoop:
             if self.setup.mesh.size == 1:  # with several, the ranks' batches may differ in which terms have rows
                 objective = others
                 checked = ", ".join(w.term.label for w in others.terms)
-                self._warn(f"{flat}, so the other terms alone are checked ({checked}). {BEFORE_TRAINING}")
+                self.warn(f"{flat}, so the other terms alone are checked ({checked}). {BEFORE_TRAINING}")
         verdict = prove(engine, objective, batch, quick=True)
         verdict += conversation_verdict(self.setup)
         verdicts.write(self.run.path, verdict, self.step, time.perf_counter() - started)
@@ -293,7 +295,7 @@ class TrainingLoop:
         started = time.perf_counter()
         found = evaluate(self.setup, self.step)
         if self.step not in [line["step"] for line in self.evaluations]:
-            self._record_evaluation(found.record(time.perf_counter() - started))
+            self._record(found.record(time.perf_counter() - started))
         if phase == "after":
             found = self._go_to_best() or found
         if phase is not None:
@@ -321,18 +323,6 @@ class TrainingLoop:
         best = self.setup.mesh.from_first(checkpoints.place(self.run, self.best.step))
         self.setup.engine.load(best / checkpoints.ENGINE)
         return evaluate(self.setup, self.best.step)
-
-    def _record_evaluation(self, line: dict[str, Any]) -> None:
-        """Write an evaluation's line, show it, and warn if the held-out result has fallen."""
-        self.evaluations.append(line)
-        self.run.metrics.append(line)
-        for logger in self.loggers:
-            logger.log(line)
-        self.progress.evaluation(line)
-        for warning in self.watch.add(line):
-            self._warn(warning)
-        if self.best is not None and self.best.add(line):
-            self.save()
 
     def _stop_if_asked(self, stopper: Stopper) -> None:
         if (requested := self.setup.mesh.any(stopper.requested)) is not None:
@@ -368,10 +358,7 @@ def conversation_verdict(setup: Setup) -> Verdict:
         return Verdict(())
     seed = derive(setup.config.seed, "check conversations")
     prompts = PromptStream(setup.task, seed % 2**31).next(2)
-    sampling = setup.config.sampling
-    spec = SampleSpec(max_new_tokens=sampling.max_new_tokens, temperature=sampling.temperature, seed=seed)
-    turns = setup.config.turns
-    engine = setup.require_local("check")
+    engine, spec, turns = setup.require_local("check"), spec_of(setup, seed), setup.config.turns
     return prove_conversations(engine, setup.task, prompts, 2, spec, turns, sample=setup.elsewhere)
 
 

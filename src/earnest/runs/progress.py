@@ -13,6 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 from earnest.report.markup import time_left
+from earnest.runs.comparison import with_error
 
 LINES = 20
 """About how many plain lines a run prints without a terminal."""
@@ -103,20 +104,20 @@ def heldout_text(line: dict[str, Any]) -> str:
 
 def _further_texts(metrics: dict[str, float]) -> list[str]:
     names = [name.removesuffix("/reward") for name in metrics if name.startswith("eval/") and name.endswith("/reward")]
-    spread = {name: metrics.get(f"{name}/reward_se") for name in names}
     return [
-        f"{name.removeprefix('eval/')} {metrics[f'{name}/reward']:.3f}" + ("" if se is None else f" ± {se:.3f}")
-        for name, se in spread.items()
+        f"{name.removeprefix('eval/')} {with_error(metrics[f'{name}/reward'], metrics.get(f'{name}/reward_se'))}"
+        for name in names
     ]
 
 
 def _result_text(line: dict[str, Any]) -> str:
-    spread = "" if line["se"] is None else f" ± {line['se']:.3f}"
-    if (measure := line.get("measure", "reward")) != "reward":
-        more = line["metrics"].get("heldout/perplexity")
-        more = "" if more is None else f", perplexity {more:.3f}"
-        return f"held-out {measure} {line[measure]:.3f}{spread}{more} ({line['prompts']} rows)"
-    return f"held-out {line['reward']:.3f}{spread} (n = {line['n']}, {line['prompts']} prompts)"
+    measure = line.get("measure", "reward")
+    result = with_error(line[measure], line["se"])
+    if measure == "reward":
+        return f"held-out {result} (n = {line['n']}, {line['prompts']} prompts)"
+    more = line["metrics"].get("heldout/perplexity")
+    more = "" if more is None else f", perplexity {more:.3f}"
+    return f"held-out {measure} {result}{more} ({line['prompts']} rows)"
 
 
 def _number(value: float | None) -> str:

@@ -29,7 +29,7 @@ def check(config: RunConfig, objective: Objective) -> None:
         "chat_template": "the service's tokenizer has its own",
     }
     for key, why in reasons.items():
-        if getattr(config, key) != RunConfig.model_fields[key].get_default(call_default_factory=True):
+        if config.changed(key):
             raise ConfigError(f"{key}: with engine.kind tinker {why}; leave it out.")
     if config.check:
         raise ConfigError(

@@ -41,14 +41,8 @@ Signal = Literal[
     "correct",
     "kl_baseline",
 ]
-LAYOUT = (
-    "active",
-    "sizes",
-    "lengths",
-    "active_roles",
-    "token_weight",
-    "token_target",
-)  # determined by the tokens alone
+# determined by the tokens alone
+LAYOUT = ("active", "sizes", "lengths", "active_roles", "token_weight", "token_target")
 CHECKED: tuple[Signal, ...] = ("advantages", "behaviour", "proximal", "reference.logprobs", "correct", "kl_baseline")
 PER_ROW: tuple[Signal, ...] = ("correct", "kl_baseline")  # the others have one value per active token
 
@@ -291,17 +285,15 @@ class Batch:
         width = max(1, *(self.lengths[r] for r in chosen))
         changes: dict[str, object] = {
             "role": tuple(self.role[i] for i in chosen),
-            "advantages": None if self.advantages is None else self.advantages[order],
-            "behaviour": None if self.behaviour is None else self.behaviour[order],
-            "proximal": None if self.proximal is None else self.proximal[order],
             "reference": None if self.reference is None else self.reference.take(order),
             "teacher": None if self.teacher is None else self.teacher.take(order, self.active.shape[0]),
         }
         for name in ("inputs", "targets", "weight"):
             changes[name] = getattr(self, name)[rows, :width]
-        for name in ("length", "group", "pair", "policy_version", *PER_ROW):
+        places = dict.fromkeys(("length", "group", "pair", "policy_version", *PER_ROW), rows)
+        for name, place in (places | dict.fromkeys(("advantages", "behaviour", "proximal"), order)).items():
             value = getattr(self, name)
-            changes[name] = None if value is None else value[rows]
+            changes[name] = None if value is None else value[place]
         made = derived(self, **changes)
         sizes, lengths = [self.sizes[r] for r in chosen], [self.lengths[r] for r in chosen]
         number = torch.tensor([i for i, size in enumerate(sizes) for _ in range(size)], device=self.device)

@@ -82,7 +82,7 @@ class TopK:
     def __len__(self) -> int:
         return self.ids.shape[0]
 
-    def take(self, index: Int[Tensor, " m"]) -> TopK:
+    def take(self, index: Int[Tensor, " m"] | slice) -> TopK:
         return derived(self, ids=self.ids[index], logprobs=self.logprobs[index], tail=self.tail[index])
 
 

@@ -27,9 +27,8 @@ class Lesson:
 def strip_thinking(text: str) -> str:
     """The answer without its blocks of thinking."""
     answer = _THINKING.sub("", text)
-    _, closed, rest = answer.rpartition(
-        "</think>"
-    )  # a template that opens the block in the prompt leaves only its end here
+    # a template that opens the block in the prompt leaves only its end here
+    _, closed, rest = answer.rpartition("</think>")
     return (rest if closed else answer).strip()
 
 

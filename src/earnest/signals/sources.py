@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float, Int
@@ -64,6 +65,8 @@ class Reference:
     logprobs: Float[Tensor, " N"] | None = None
     distribution: Distribution | None = None
     kind: str = "base"
+    at: ClassVar[None] = None
+    """A reference covers every active token."""
 
     def take(self, order: Int[Tensor, " n"]) -> Reference:
         """The reference of the active tokens ``order``, in that order."""

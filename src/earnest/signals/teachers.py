@@ -23,7 +23,7 @@ from torch import Tensor
 from earnest.errors import SignalError
 from earnest.signals.batch import Batch, Teacher
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, TopK
-from earnest.signals.scorer import Scorer, distribution
+from earnest.signals.scorer import Scorer, Who, distribution
 
 
 class TeacherPolicy(Protocol):
@@ -65,20 +65,17 @@ Informed = Sequence[int] | TaughtTurn
 class LiveTeacher:
     """The current policy."""
 
-    kind: ClassVar[str] = "live"
+    kind: ClassVar[Who] = "live"
 
     def teach(self, engine: Scorer, informed: Batch, own: Batch) -> Scores:
-        return distribution(engine, informed, "live"), None
+        return distribution(engine, informed, self.kind), None
 
 
 @dataclass(frozen=True)
-class BaseTeacher:
+class BaseTeacher(LiveTeacher):
     """The policy with the adapter's gate at 0, which training does not change."""
 
-    kind: ClassVar[str] = "base"
-
-    def teach(self, engine: Scorer, informed: Batch, own: Batch) -> Scores:
-        return distribution(engine, informed, "base"), None
+    kind: ClassVar[Who] = "base"
 
 
 @dataclass(frozen=True)

@@ -135,11 +135,10 @@ def plan(
 
 def _signal(need: Divergence | SourceEntropy, batch: Batch) -> tuple[object, Tensor | None, Tensor | None]:
     """(distribution, what it covers, its exact log-probs of the targets)."""
-    if need.source == "teacher" and batch.teacher is not None:
-        return batch.teacher.distribution, batch.teacher.at, batch.teacher.logprobs
-    if need.source == "reference" and batch.reference is not None:
-        return batch.reference.distribution, None, batch.reference.logprobs
-    raise SignalError(f"{need}: the batch has no {need.source}; supply one (earnest.engines.tinker).")
+    signal = batch.teacher if need.source == "teacher" else batch.reference
+    if signal is None:
+        raise SignalError(f"{need}: the batch has no {need.source}; supply one (earnest.engines.tinker).")
+    return signal.distribution, signal.at, signal.logprobs
 
 
 def _source(

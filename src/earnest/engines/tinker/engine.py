@@ -14,6 +14,7 @@ Shapes: N active tokens, C columns.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from earnest.engines.tinker import client as remote
 from earnest.engines.tinker.adapter import RemoteAdapter
 from earnest.engines.tinker.columns import Columns, Estimator, plan
 from earnest.engines.tinker.policy import RemotePolicy
-from earnest.engines.tinker.samples import RemoteSample, batch_of
+from earnest.engines.tinker.samples import RemoteSample, ScalarSample, TopKSample, batch_of
 from earnest.engines.tinker.scoring import score
 from earnest.engines.tinker.teachers import AnyTeacher, RemoteEMA, RemoteTeacher
 from earnest.errors import CheckpointError, ConfigError, ObjectiveError, SignalError
@@ -42,7 +43,7 @@ from earnest.objectives.view import Scalars
 from earnest.rollouts.rollout import Rollout
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, TopK
-from earnest.signals.scorer import TopKWanted, Wanted, Who
+from earnest.signals.scorer import Wanted, Who
 
 ALPHA = 32.0
 """The alpha of every LoRA on a Tinker service."""
@@ -146,6 +147,10 @@ class TinkerEngine:
             raise SignalError("a Tinker model has one adapter and no earlier rounds; its reference is 'base'.")
         return score(self.sampler(policy), batch, want)
 
+    def top_k(self, batch: Batch, k: int) -> TopK:
+        """The live policy's k most probable tokens at every active token."""
+        return RemoteTeacher("live").top(self, batch, k)
+
     def observe(
         self,
         rollouts: Sequence[Rollout],
@@ -160,9 +165,32 @@ class TinkerEngine:
         ``top_k`` 0: scalar samples. Otherwise both sides at K ids, those of the teacher or of the student (as it was
         when this was called); the sampled tokens' exact log-probs are there either way.
         """
-        from earnest.engines.tinker.observe import observe
-
-        return observe(self, rollouts, prompts, teacher or RemoteTeacher("live"), top_k, support)
+        if not rollouts:
+            raise SignalError("there are no rollouts to observe.")
+        if prompts is not None and len(prompts) != len(rollouts):
+            raise SignalError(
+                f"need a feedback-conditioned prompt for each of {len(rollouts)} rollouts, got {len(prompts)}."
+            )
+        if top_k < 0 or support not in ("student", "teacher"):
+            raise SignalError(f"top_k is {top_k} and support {support!r}; give K ≥ 0 and 'student' or 'teacher'.")
+        if any(r.temperature != 1 for r in rollouts):
+            raise SignalError("the rollouts were sampled at another temperature than 1; a remote teacher scores at 1.")
+        teacher = teacher or RemoteTeacher("live")
+        completions, sizes = [r.tokens for r in rollouts], [len(r.tokens) for r in rollouts]
+        own = Batch.from_rows([r.prompt for r in rollouts], completions)
+        theirs = own if prompts is None else Batch.from_rows(prompts, completions)
+        exact = teacher.logprobs(self, theirs).split(sizes)
+        common = [_common(r, lp, teacher) for r, lp in zip(rollouts, exact, strict=True)]
+        if top_k == 0:
+            return [ScalarSample(**fields) for fields in common]
+        if support == "student":
+            top = self.top_k(own, top_k)
+            ours, yours = top.logprobs, teacher.at(self, theirs, top.ids)
+        else:
+            top = teacher.top(self, theirs, top_k)
+            ours, yours = RemoteTeacher("live").at(self, own, top.ids), top.logprobs
+        parts = zip(common, *(t.split(sizes) for t in (top.ids, ours.clamp(max=0), yours.clamp(max=0))), strict=True)
+        return [TopKSample(**fields, support=support, ids=i, student_top=s, teacher_top=t) for fields, i, s, t in parts]
 
     batch_of = staticmethod(batch_of)
 
@@ -241,12 +269,7 @@ class TinkerEngine:
         raise ObjectiveError("a Tinker service does not show gradients; ask for them on a LocalEngine.")
 
     def _plan(self, batch: Batch, needs: Sequence[Need]) -> Columns:
-        def student_top(k: int) -> TopK:
-            found = self.score(batch, TopKWanted(k))
-            assert isinstance(found, TopK)
-            return found
-
-        return plan(batch, needs, self.policy.vocabulary, self.estimator, student_top)
+        return plan(batch, needs, self.policy.vocabulary, self.estimator, partial(self.top_k, batch))
 
     def _keep(self) -> str:
         return str(self.training.save_weights_for_sampler(f"earnest-v{self.version}").result().path)
@@ -286,6 +309,19 @@ class TinkerEngine:
     def close(self) -> None:
         """End the session; what was saved stays."""
         self.service.close("success").result()
+
+
+def _common(rollout: Rollout, exact: Float[Tensor, " n"], teacher: AnyTeacher) -> dict[str, Any]:
+    """The fields of both kinds of sample."""
+    return {
+        "prompt": rollout.prompt,
+        "tokens": rollout.tokens,
+        "logprobs": rollout.logprobs,
+        "teacher": tuple(exact.clamp(max=0).tolist()),
+        "teacher_kind": teacher.kind,
+        "group": rollout.prompt_index,
+        "policy_version": rollout.policy_version,
+    }
 
 
 def _unused(lp: Float[Tensor, "N C"]) -> Tensor:

@@ -15,10 +15,10 @@ from earnest.engines.tinker.teachers import AnyTeacher
 from earnest.engines.vocabulary.known import tail_of
 from earnest.errors import ConfigError
 from earnest.objectives.base import Objective
-from earnest.objectives.teacher_term import DEFAULT_TOP_K, TeacherTerm
+from earnest.objectives.teacher_term import supports
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import ScoredAt, TopK
-from earnest.signals.scorer import Scorer, TopKWanted
+from earnest.signals.scorer import Scorer
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,7 @@ class Teaching:
     @classmethod
     def of(cls, service: TinkerEngine, teacher: AnyTeacher, objective: Objective) -> Teaching:
         """The support that the live terms read; a batch has one teacher, so they must agree."""
-        wanted = {
-            (t.support, 0 if t.support == "full" else t.top_k or DEFAULT_TOP_K)
-            for w in objective.live()
-            if isinstance(t := w.term, TeacherTerm)
-        }
+        wanted = supports(objective)
         if len(wanted) > 1:
             raise ConfigError(
                 f"objective: its terms compare with the teacher on {sorted(wanted)}; a remote teacher scores once, "
@@ -58,7 +54,6 @@ class Teaching:
             return TopK(own.token_target[:, None], exact[:, None], tail_of(exact[:, None]).float())
         if self.support == "teacher":
             return self.teacher.top(self.service, informed, self.top_k)
-        student = self.service.score(own, TopKWanted(self.top_k))
-        assert isinstance(student, TopK)
-        values = self.teacher.at(self.service, informed, student.ids).clamp(max=0)
-        return ScoredAt(student.ids, values, tail_of(values).float())
+        ids = self.service.top_k(own, self.top_k).ids
+        values = self.teacher.at(self.service, informed, ids).clamp(max=0)
+        return ScoredAt(ids, values, tail_of(values).float())

@@ -48,10 +48,8 @@ def scalars(
     todo = plan.make(needs, batch, head, hidden)
     if not todo.needs:
         return {}
-    factor = product.of(head, hidden.dtype)
-    if factor.leaves:
-        plan.check_trained_head(todo, batch)
-    sweep = Sweep(todo, factor, batch.token_target, vocabulary=head.weight.shape[0], budget_bytes=budget_bytes)
+    sweep = _sweep(todo, hidden, head, batch, budget_bytes)
+    factor = sweep.product
     trains = torch.is_grad_enabled() and (hidden.requires_grad or bool(factor.leaves))
     if not trains:
         path: Path = "values"
@@ -79,10 +77,8 @@ def backward(
     For a caller that already has the loss's derivative by every scalar: 2 + s products for any number of scalars.
     """
     todo = plan.make(list(weights), batch, head, hidden)
-    factor = product.of(head, hidden.dtype)
-    if factor.leaves:
-        plan.check_trained_head(todo, batch)
-    sweep = Sweep(todo, factor, batch.token_target, vocabulary=head.weight.shape[0], budget_bytes=budget_bytes)
+    sweep = _sweep(todo, hidden, head, batch, budget_bytes)
+    factor = sweep.product
     into = [torch.zeros(t.shape, dtype=sweep.dtype, device=t.device) for t in factor.leaves]
     known: dict[TokenNeed, Tensor] = {
         need: weights[need].detach() for need in todo.needs if not isinstance(need, SourceEntropy)
@@ -91,6 +87,13 @@ def backward(
     pairs = [(hidden, by_hidden), *zip(factor.leaves, into, strict=True)]
     wanted = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
     torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
+
+
+def _sweep(todo: plan.Plan, hidden: Float[Tensor, "N d"], head: Head, batch: Batch, budget_bytes: int) -> Sweep:
+    factor = product.of(head, hidden.dtype)
+    if factor.leaves:
+        plan.check_trained_head(todo, batch)
+    return Sweep(todo, factor, batch.token_target, vocabulary=head.weight.shape[0], budget_bytes=budget_bytes)
 
 
 def choose(todo: plan.Plan, tokens: int, factor: Product, *, many_targets: bool, plain: bool) -> Path:

@@ -125,12 +125,9 @@ def check_trained_head(todo: Plan, batch: Batch) -> None:
 
 
 def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, width: int) -> Covered:
-    if need.source == "teacher":
-        distribution = None if batch.teacher is None else batch.teacher.distribution
-        at = None if batch.teacher is None else batch.teacher.at
-    else:
-        distribution, at = None if batch.reference is None else batch.reference.distribution, None
-    if distribution is None:
+    signal = batch.teacher if need.source == "teacher" else batch.reference
+    distribution = None if signal is None else signal.distribution
+    if signal is None or distribution is None:
         raise SignalError(
             f"{need}: the batch carries no distribution of the {need.source}; supply one (earnest.signals)."
         )
@@ -147,7 +144,7 @@ def _covered(need: Divergence | SourceEntropy, batch: Batch, vocabulary: int, wi
         )
     if isinstance(distribution, TopK):
         check_top_k(need, distribution, vocabulary)
-    return Covered(distribution, at)
+    return Covered(distribution, signal.at)
 
 
 def check_top_k(need: Divergence | SourceEntropy, top: TopK, vocabulary: int) -> None:

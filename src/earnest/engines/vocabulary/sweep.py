@@ -244,7 +244,7 @@ class Sweep:
             case FullLogits(z):
                 return _Rows(place, local, z[place])
             case TopK() as top:
-                return _Rows(place, local, top.take(torch.arange(place.start, place.stop, device=top.ids.device)))
+                return _Rows(place, local, top.take(place))
 
     def _each_block(
         self,
@@ -263,18 +263,11 @@ class Sweep:
             self._scratch.clear()
             z = chunk.z[part] if rows.local is None else chunk.z[rows.local[part]]
             at = slice(rows.place.start + part.start, rows.place.start + part.stop)
-            targets = (
-                self.targets[at] if isinstance(need, LogProb) else None
-            )  # it reads every row, so places are tokens
-            answer = block(
-                need,
-                z,
-                targets,
-                _cut(rows.source, part, self.dtype),
-                slope=slope,
-                weight=None if weight is None else weight[part],
-                out=self._scratch,
-            )
+            # A log-prob reads every row, so places are tokens.
+            targets = self.targets[at] if isinstance(need, LogProb) else None
+            own = None if weight is None else weight[part]
+            source = _cut(rows.source, part, self.dtype)
+            answer = block(need, z, targets, source, slope=slope, weight=own, out=self._scratch)
             if found is not None:
                 found.put(at, answer)
             if sink is not None:
@@ -288,11 +281,9 @@ def _source(need: TokenNeed) -> DistributionSource | None:
 
 
 def _cut(source: Tensor | TopK | None, part: slice, dtype: torch.dtype) -> Tensor | TopK | None:
-    if source is None:
-        return None
     if isinstance(source, TopK):
-        return source.take(torch.arange(part.start, part.stop, device=source.ids.device))
-    return source[part].to(dtype)
+        return source.take(part)
+    return None if source is None else source[part].to(dtype)
 
 
 def _writer(home: Float[Tensor, "m V"]) -> Callable[[slice, Tensor], None]:

@@ -56,7 +56,7 @@ def divergence(
     for start in range(0, max(M, 1), rows):  # ``ran`` is set even without a row
         part = slice(start, min(M, start + rows))
         if isinstance(source, TopK):
-            theirs: Tensor | TopK = source.take(torch.arange(part.start, part.stop, device=source.ids.device))
+            theirs: Tensor | TopK = source.take(part)
         else:
             theirs = head.scaled(source.states[part])
         found, by_states = _rows(head.scaled(hidden[part]), theirs, head, need, columns, slope=slope)
