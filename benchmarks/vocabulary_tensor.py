@@ -34,6 +34,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from benchmarks.packing import peak
+
 RESULTS = Path(__file__).parent / "results"
 VOCABULARY, WIDTH, ROWS, BLOCK = 49152, 576, 1024, 128
 SENT = 0
@@ -94,18 +97,6 @@ def by_vocabulary(hidden: Tensor, part: Tensor, target: Tensor, entropy: bool) -
         d.scatter_add_(1, place[rows, None], inside[rows, None].float())
         gradient[rows] = d @ part
     return scalars, reduced(gradient)
-
-
-def peak(run: Callable[[], Any]) -> int:
-    """How far the bytes that torch's allocator holds rise while ``run`` runs."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    now = highest = 0
-    events = profile.profiler.kineto_results.events()  # type: ignore[union-attr]
-    for event in sorted((e for e in events if e.name() == "[memory]"), key=lambda e: e.start_ns()):
-        now += event.nbytes()
-        highest = max(highest, now)
-    return highest
 
 
 def measure(repeat: int) -> list[dict[str, Any]]:

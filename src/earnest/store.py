@@ -80,18 +80,19 @@ class Traffic:
     retries: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
-    def count(self, *, requests: int = 0, sent: int = 0, received: int = 0, retries: int = 0) -> None:
+    def count(self, **more: int) -> None:
         """Add to the counts; safe for several threads."""
         with self._lock:
-            self.requests += requests
-            self.sent += sent
-            self.received += received
-            self.retries += retries
+            for name, number in more.items():
+                setattr(self, name, getattr(self, name) + number)
 
 
 @dataclass
 class Bucket:
-    """A prefix in a store, for one writer. ``patience``: seconds without an answer after which it raises."""
+    """A prefix in a store, for one writer. ``patience``: seconds without an answer after which it raises.
+
+    ``prefix``: of all keys, which have it in the store only.
+    """
 
     store: Store
     url: str = "memory:"
@@ -100,6 +101,7 @@ class Bucket:
     sleep: Callable[[float], None] = time.sleep
     clock: Callable[[], float] = time.monotonic
     traffic: Traffic = field(default_factory=Traffic)
+    prefix: str = ""
 
     @classmethod
     def open(cls, url: str, *, writer: str = "", patience: float = 120.0) -> Bucket:
@@ -113,7 +115,7 @@ class Bucket:
 
         def attempt() -> bool:
             try:
-                self.store.create(key, data)
+                self.store.create(self.prefix + key, data)
             except AlreadyThere:
                 return self._is(key, data)
             self.traffic.count(sent=len(data))
@@ -122,7 +124,7 @@ class Bucket:
         return self._patiently(f"create {key}", attempt)
 
     def _is(self, key: str, data: bytes) -> bool:
-        found = self.store.get(key)
+        found = self.store.get(self.prefix + key)
         self.traffic.count(requests=1, received=len(found or b""))
         if found is None:  # S3 answers 409 while another create of the key is in progress, which may fail
             raise Unavailable(f"{key} was refused as taken, but is not there")
@@ -130,7 +132,7 @@ class Bucket:
 
     def get(self, key: str) -> Object | None:
         """The object, or None if there is none; ``Damaged`` if its hash does not match."""
-        data = self._patiently(f"get {key}", lambda: self.store.get(key))
+        data = self._patiently(f"get {key}", lambda: self.store.get(self.prefix + key))
         if data is None:
             return None
         self.traffic.count(received=len(data))
@@ -138,16 +140,17 @@ class Bucket:
 
     def list(self, prefix: str) -> KeyList:
         """Keys under ``prefix``, sorted."""
-        return sorted(self._patiently(f"list {prefix}", lambda: self.store.list(prefix)))
+        found = self._patiently(f"list {prefix}", lambda: self.store.list(self.prefix + prefix))
+        return sorted(key.removeprefix(self.prefix) for key in found)
 
     def delete(self, keys: Iterable[str]) -> None:
-        wanted = list(keys)
+        wanted = [self.prefix + key for key in keys]
         if wanted:
             self._patiently(f"delete {len(wanted)} objects", lambda: self.store.delete(wanted))
 
     def under(self, prefix: str) -> Bucket:
         """The objects below ``prefix``, by their keys without it; traffic is counted together."""
-        return replace(self, store=_Below(self.store, prefix))
+        return replace(self, prefix=self.prefix + prefix)
 
     def probe(self) -> None:
         """Raise if a second create of a key succeeds in this store: replicas would overwrite each other silently."""
@@ -158,7 +161,7 @@ class Bucket:
 
         def again() -> bool:
             try:
-                self.store.create(key, seal("probe", self.writer, b"twice", {}))
+                self.store.create(self.prefix + key, seal("probe", self.writer, b"twice", {}))
             except AlreadyThere:
                 return False
             return True
@@ -188,26 +191,6 @@ class Bucket:
                 pause = wait * (0.5 + random.random())  # jitter, so that writers do not retry at the same time
                 self.sleep(pause)
                 wait = min(2 * wait, 2.0)
-
-
-@dataclass(frozen=True)
-class _Below:
-    """The part of a store below a prefix."""
-
-    store: Store
-    prefix: str
-
-    def create(self, key: str, data: bytes) -> None:
-        self.store.create(self.prefix + key, data)
-
-    def get(self, key: str) -> bytes | None:
-        return self.store.get(self.prefix + key)
-
-    def list(self, prefix: str) -> KeyList:
-        return [key.removeprefix(self.prefix) for key in self.store.list(self.prefix + prefix)]
-
-    def delete(self, keys: KeyList) -> None:
-        self.store.delete([self.prefix + key for key in keys])
 
 
 def seal(kind: str, writer: str, payload: bytes, meta: Mapping[str, Any]) -> bytes:

@@ -311,8 +311,8 @@ def test_a_round_that_was_cleaned_up_before_the_launcher_looked_has_no_bytes(mak
     # The replicas' own rewards rise, and those of the averaged weights fall.
     last = steps(tmp_path / "run")[-1]
     for number, own, heldout in ((6, 0.6, [0.9, 0.8]), (8, 0.9, [0.4, 0.3])):
-        launcher._record(last | {"step": number, "reward": {"mean": own, "sd": 0.1, "n": 8}})
-        launcher._record(evaluation(number, heldout).model_dump(mode="json"))
+        launcher._write_line(last | {"step": number, "reward": {"mean": own, "sd": 0.1, "n": 8}})
+        launcher._write_line(evaluation(number, heldout).model_dump(mode="json"))
     (warned,) = [line for line in events(tmp_path / "run") if "the held-out reward fell from 0.850" in line]
     assert "while the training reward went from" in warned and "try sync.lr=1 sync.momentum=0" in warned
     folder.close()

@@ -196,6 +196,6 @@ def test_fewer_possible_tokens_than_k() -> None:
     assert head.bias is not None
     with torch.no_grad():
         head.bias[5:] = float("-inf")
-    side = tiled_support._chosen(normal(1, N, d), PlainHead(head, torch.float64), 9, 1.0, 13, pulls=False)
+    side = tiled_support._chosen(normal(1, N, d), tiled.Tiles(PlainHead(head, torch.float64), 13, 1.0), 9, pulls=False)
     assert all(len(set(row)) == 9 and {0, 1, 2, 3, 4} <= set(row) for row in side.ids.tolist())
     assert (side.rest == 0).all()

@@ -72,7 +72,7 @@ def _line(finding: Finding) -> str:
 
 @contextmanager
 def _watching(quick: bool) -> Iterator[Found]:
-    """Watch all training inside the block; the verdict is asked for after the block has ended."""
+    """Watch all training inside the block; the verdict is read after the block has ended."""
     import warnings
 
     from earnest_audit.script import trained

@@ -349,8 +349,8 @@ class Watch:
         )  # fmt: skip
 
     def _owned(self) -> Finding:
-        """With a gradient, not the optimizer's, and moved by nobody; where it owns none of the model, that is soon
-        sure."""
+        """Parameters with a gradient that the optimizer does not own and that never change. If the optimizer owns no
+        parameter of the model, fewer steps are enough to be sure."""
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         none = not any(id(p) in self._rates.now for p in named.values())
         strays = [n for n in named if n in self._seen and self._seen[n].stray.row >= (ENOUGH if none else MANY)]

@@ -17,7 +17,7 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import Layer, is_experts, is_linear_like
 from earnest.adapters.report import AttachReport
 from earnest.adapters.runtime import SLOTS, AdapterGate, Slot, install, layer_of, slots_of, uninstall
-from earnest.adapters.targets import Match, block_index, default_targets, find_targets, linears
+from earnest.adapters.targets import Match, block_index, default_targets, find_targets, linears, own_modules
 from earnest.adapters.variant import VARIANTS, Initialization, Variant
 from earnest.adapters.variants.full import Full
 
@@ -121,7 +121,7 @@ def _chosen(
 def saved_modules(model: nn.Module, names: Sequence[str], adapted: Iterable[str]) -> dict[str, Layer]:
     """The modules of ``modules_to_save``, by PEFT's rule: a path or its tail."""
     found: dict[str, Layer] = {}
-    every = {n: m for n, m in model.named_modules() if n and not _is_slot(n)}
+    every = own_modules(model)
     for name in names:
         hits = [n for n in every if n == name or n.endswith("." + name)]
         if not hits:
@@ -206,7 +206,7 @@ def mount(
         )
     gate = AdapterGate()
     slots: dict[str, Slot] = {}
-    base = [p for n, p in model.named_parameters() if not _is_slot(n)]
+    base = [p for n, p in model.named_parameters() if SLOTS not in n.split(".")]
     with torch.inference_mode(False):
         kinds = dict.fromkeys(views, variant) | dict.fromkeys(whole or {}, WHOLE)
         for path, view in {**views, **(whole or {})}.items():
@@ -261,8 +261,8 @@ def _mirrors(model: nn.Module, slots: Mapping[str, Slot]) -> list[Slot]:
     """A slot for each further module that holds a replaced parameter (a tied head): it shares the offset."""
     owner = {id(p): (slot, key) for slot in slots.values() for key, p in slot.layer.own().items()}
     found = []
-    for path, module in model.named_modules():
-        if path in slots or _is_slot(path):
+    for path, module in own_modules(model).items():
+        if path in slots:
             continue
         held = {k: owner[id(p)] for k, p in module._parameters.items() if p is not None and id(p) in owner}
         if held:
@@ -270,10 +270,6 @@ def _mirrors(model: nn.Module, slots: Mapping[str, Slot]) -> list[Slot]:
             shared = {k: slot.tensors[key] for k, (slot, key) in held.items()}
             found.append(Slot(first.variant, layer_of(path, module), first.gate, shared, shared=True))
     return found
-
-
-def _is_slot(name: str) -> bool:
-    return SLOTS in name.split(".")
 
 
 def _freeze(base: list[nn.Parameter]) -> Callable[[], None]:

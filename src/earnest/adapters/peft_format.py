@@ -13,8 +13,8 @@ from earnest.adapters.errors import AdapterError
 from earnest.adapters.layer import ExpertsLayer, Layer
 from earnest.adapters.linalg import gathered
 from earnest.adapters.merging import merged_parameters
-from earnest.adapters.runtime import SLOTS, layer_of
-from earnest.adapters.targets import _head, adaptable, block_index, linears
+from earnest.adapters.runtime import layer_of
+from earnest.adapters.targets import _head, adaptable, block_index, linears, own_modules
 from earnest.adapters.variant import VARIANTS, Variant
 
 if TYPE_CHECKING:
@@ -48,22 +48,16 @@ def target_modules(model: nn.Module, modules: Mapping[str, Any]) -> list[str]:
 
 def common_config(adapter: Adapter, base_model: str | None) -> dict[str, Any]:
     causal = hasattr(adapter.model, "get_output_embeddings")
-    return {
+    found = {
         "base_model_name_or_path": base_model,
         "target_modules": target_modules(
             adapter.model, {path: slot for path, slot in adapter.adapted.items() if not slot.of_experts}
         ),
         "task_type": "CAUSAL_LM" if causal else None,
         "inference_mode": True,
-    } | _further(adapter)
-
-
-def _further(adapter: Adapter) -> dict[str, Any]:
-    """The 3-D parameters of experts that are adapted, and the modules that are trained whole, if there are any."""
-    experts = {path: slot for path, slot in adapter.adapted.items() if slot.of_experts}
-    found: dict[str, Any] = {}
-    if experts:
-        found["target_parameters"] = [f"{path}.{name}" for path, slot in experts.items() for name in slot.stacks]
+    }
+    if stacks := [f"{path}.{name}" for path, slot in adapter.adapted.items() for name in slot.stacks]:
+        found["target_parameters"] = stacks
     if adapter.saved_modules:
         found["modules_to_save"] = _saved_names(adapter.model, adapter.saved_modules)
     return found
@@ -71,8 +65,7 @@ def _further(adapter: Adapter) -> dict[str, Any]:
 
 def _saved_names(model: nn.Module, paths: Mapping[str, Any]) -> list[str]:
     """The shortest names that select exactly these modules by PEFT's rule for modules_to_save: the path ends so."""
-    every = [n for n, _ in model.named_modules() if n and SLOTS not in n.split(".")]
-    found = []
+    every, found = own_modules(model), []
     for path in paths:
         parts = path.split(".")
         tails = [".".join(parts[-depth:]) for depth in range(1, len(parts) + 1)]
@@ -82,8 +75,7 @@ def _saved_names(model: nn.Module, paths: Mapping[str, Any]) -> list[str]:
 
 def saved_paths(model: nn.Module, config: Mapping[str, Any]) -> list[str]:
     """The modules that a PEFT config's modules_to_save selects."""
-    every = [n for n, _ in model.named_modules() if n and SLOTS not in n.split(".")]
-    found = []
+    every, found = own_modules(model), []
     for name in config.get("modules_to_save") or ():
         found += [n for n in every if n.endswith(name)] or [name]
     return found

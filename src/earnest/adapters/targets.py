@@ -35,16 +35,19 @@ class Match:
     modules: tuple[str, ...]
 
 
+def own_modules(model: nn.Module) -> dict[str, nn.Module]:
+    """Every module of the model by its path, without those of adapters."""
+    return {n: m for n, m in model.named_modules() if SLOTS not in n.split(".")}
+
+
 def linears(model: nn.Module) -> dict[str, nn.Module]:
-    """Every linear-like module by its path, without those of adapters."""
-    return {n: m for n, m in model.named_modules() if is_linear_like(m) and SLOTS not in n.split(".")}
+    """Every linear-like module by its path."""
+    return {n: m for n, m in own_modules(model).items() if is_linear_like(m)}
 
 
 def adaptable(model: nn.Module) -> dict[str, nn.Module]:
     """Every linear-like module, and every module with the weights of experts, by path."""
-    return {
-        n: m for n, m in model.named_modules() if (is_linear_like(m) or is_experts(m)) and SLOTS not in n.split(".")
-    }
+    return {n: m for n, m in own_modules(model).items() if is_linear_like(m) or is_experts(m)}
 
 
 def owners(model: nn.Module) -> dict[str, nn.Module]:

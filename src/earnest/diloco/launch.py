@@ -281,7 +281,7 @@ class Launcher(TrainingLoop):
         self.seconds = max([self.seconds, *(float(d.meta.get("seconds", 0.0)) for d in deltas)])
         line |= _merged([d.meta["line"] for d in deltas if "line" in d.meta])
         line |= {"micro_batches": None, "metrics": numbers, "seconds": {}}
-        self._record(line)
+        self._write_line(line)
         every = self.setup.config.eval.every
         if every and self.step < self.setup.config.steps and self.step // every > self._last_measured() // every:
             self._adopt()

@@ -110,13 +110,12 @@ def supported(
         if need.support == "student" and not isinstance(distribution, ScoredAt):
             raise SignalError(f"{need}: a received top-K has the source's own ids, not the student's.")
         return known.cut(distribution, need.top_k)
+    if isinstance(distribution, FullLogits):
+        logp = distribution.logits.log_softmax(-1)
+        return known.cut_logits(need, logp, lambda k: scoring.top_k(student, head, k).ids)
     assert need.top_k is not None, "terms name K for a source that has every logit"
     if need.support == "teacher":
-        if isinstance(distribution, Hidden):
-            return scoring.top_k(distribution.states, head, need.top_k)
-        logp = distribution.logits.log_softmax(-1)
-        values, ids = logp.topk(need.top_k, -1)
-        return TopK(ids, values, known.tail_of(values))
+        return scoring.top_k(distribution.states, head, need.top_k)
     ids = scoring.top_k(student, head, need.top_k).ids
     values = at_ids(distribution, head, ids)
     return ScoredAt(ids, values, known.tail_of(values))

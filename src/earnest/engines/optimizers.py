@@ -113,7 +113,7 @@ class AdamW8bit(AdamW):
             from torchao.optim import AdamW8bit as Theirs
         except ImportError:
             raise MissingExtra("torchao", "torchao", "the optimizer adamw8bit") from None
-        return Theirs  # type: ignore[no-any-return]
+        return Theirs
 
 
 @register

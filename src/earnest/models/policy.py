@@ -76,12 +76,6 @@ class Policy(Speech):
     def eos_ids(self) -> frozenset[int]:
         return eos_ids(self.tokenizer, getattr(self.model, "generation_config", None))
 
-    @cached_property
-    def pad_id(self) -> int:
-        """The padding id. It may equal an eos (SmolLM2), so loss masks and ends are not read from it."""
-        pad = self.tokenizer.pad_token_id
-        return int(pad) if pad is not None else min(self.eos_ids, default=0)
-
     @property
     def positions(self) -> int | None:
         """The longest sequence in tokens that the model reads; None if it declares no limit."""

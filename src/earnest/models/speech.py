@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 from earnest.errors import EarnestError
@@ -16,6 +17,13 @@ class Speech:
 
     name: str
     tokenizer: Any
+    eos_ids: Any
+
+    @cached_property
+    def pad_id(self) -> int:
+        """The padding id. It may equal an eos (SmolLM2), so loss masks and ends are not read from it."""
+        pad = self.tokenizer.pad_token_id
+        return int(pad) if pad is not None else min(self.eos_ids, default=0)
 
     def render(
         self, messages: Messages, *, tools: Messages | None = None, add_generation_prompt: bool = True

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from earnest.errors import EarnestError, NothingToTrain, ObjectiveError, SignalError
 from earnest.objectives.metrics import Max, Metric
-from earnest.objectives.needs import Need
+from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.view import Scalars, View
 from earnest.settings import Checked, setting
 from earnest.signals.advantages import ESTIMATORS, Estimator
@@ -236,6 +236,14 @@ class Term(Checked, Summand):
     def wants(self) -> Wants:
         """The rows and signals that a batch must have for this term alone."""
         return Objective.of(self).wants()
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogProbTerm(Term):
+    """A term on the log-probs of the targets at the batch's temperature, which other policies' log-probs have, too."""
+
+    def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
+        return (LogProb(batch.temperature),)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ class SDPO(Distill):
         found = self.per_token(view)
         values, ran, metrics = found.values, found.ran, found.metrics
         if self.importance_clip is not None:
-            gap = view.scalar(LogProb(view.batch.temperature)).detach() - view.behaviour
+            gap = view.logprobs.detach() - view.behaviour
             ratio = gap.exp()
             values = values * ratio.clamp(max=self.importance_clip)
             ran += f" × min(ρ, {self.importance_clip:g})"

@@ -9,24 +9,22 @@ z₀ estimates KL(π‖π₀); it is the batch's signal ``kl_baseline``. With ``
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
-from earnest.objectives.base import Signal, Term, Value
+from earnest.objectives.base import LogProbTerm, Signal, Value
 from earnest.objectives.metrics import Max, Mean, Metric
-from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.registry import register
 from earnest.objectives.view import View
 from earnest.settings import setting
-from earnest.signals.batch import Batch, Role
+from earnest.signals.batch import Role
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class KTO(Term):
+class KTO(LogProbTerm):
     """Kahneman-Tversky optimisation: raises wanted answers and lowers unwanted ones against a KL baseline.
 
     The baseline is of the whole batch, so any cut into micro-batches gives the same gradient. Pairs are read row by
@@ -49,11 +47,8 @@ class KTO(Term):
         own: frozenset[Signal] = frozenset({"reference.logprobs"})
         return own | {"kl_baseline"} if self.baseline == "batch" else own
 
-    def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
-        return (LogProb(batch.temperature),)  # the temperature of the reference's log-probs
-
     def evaluate(self, view: View) -> Value:
-        r = view.row_sum(view.scalar(LogProb(view.batch.temperature)) - view.reference)
+        r = view.row_sum(view.logprobs - view.reference)
         z = torch.zeros_like(r)
         if self.baseline == "batch":
             assert view.batch.kl_baseline is not None, "check() requires it"

@@ -9,19 +9,17 @@ because 1 lies inside the clip range.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from earnest.errors import ObjectiveError, SignalError
-from earnest.objectives.base import Signal, Term, Value
+from earnest.objectives.base import LogProbTerm, Signal, Value
 from earnest.objectives.importance import TruncatedIS
 from earnest.objectives.metrics import Max, Mean, Metric, Sum
-from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.registry import register
 from earnest.objectives.view import View
 from earnest.settings import setting
@@ -34,7 +32,7 @@ LARGEST_LOG_RATIO = 60.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyGradient(Term):
+class PolicyGradient(LogProbTerm):
     """Base of policy gradients: rollouts, advantages, routing, and the log-prob at the sampling temperature."""
 
     roles: ClassVar[tuple[Role, ...]] = ("rollout",)
@@ -45,9 +43,6 @@ class PolicyGradient(Term):
         routed: frozenset[Signal] = frozenset() if self.route == "all" else frozenset({"correct"})
         return routed | {"advantages"}
 
-    def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
-        return (LogProb(batch.temperature),)
-
     def selects(self, batch: Batch) -> Bool[Tensor, " N"] | None:
         return routed(batch, self.route)
 
@@ -55,9 +50,6 @@ class PolicyGradient(Term):
         if self.route == "all" or bool(self.tokens(batch).any()):
             return self.unfound(batch)
         return self.unfound(batch) or f"no rollout is {self.route}"
-
-    def logprobs(self, view: View) -> Float[Tensor, " n"]:
-        return view.scalar(LogProb(view.batch.temperature))
 
     def common_metrics(self, view: View) -> dict[str, Metric]:
         return {"advantage_zero": Mean.of(view.advantages == 0), "tokens": Sum(float(len(view)))}
@@ -89,7 +81,7 @@ class RatioGradient(PolicyGradient):
         return super().signals() | more
 
     def log_ratio(self, view: View) -> Float[Tensor, " n"]:
-        return self.logprobs(view) - (view.behaviour if self.correction is None else view.proximal)
+        return view.logprobs - (view.behaviour if self.correction is None else view.proximal)
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
         """The loss per token before normalising, and the metrics of the clip."""

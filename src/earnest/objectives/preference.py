@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from earnest.errors import ObjectiveError
-from earnest.objectives.base import Signal, Term, Value
+from earnest.objectives.base import LogProbTerm, Signal, Value
 from earnest.objectives.metrics import Mean, Metric
 from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.registry import register
@@ -33,7 +33,7 @@ from earnest.signals.batch import Batch, Role
 
 
 @dataclass(frozen=True, kw_only=True)
-class Preference(Term):
+class Preference(LogProbTerm):
     """Base of losses on pairs. The two rows may be in different micro-batches, so the loss needs the whole batch."""
 
     roles: ClassVar[tuple[Role, ...]] = ("chosen", "rejected")
@@ -97,11 +97,8 @@ class DPO(Preference):
     def signals(self) -> frozenset[Signal]:
         return frozenset({"reference.logprobs"})
 
-    def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
-        return (LogProb(batch.temperature),)  # the temperature of the reference's log-probs
-
     def evaluate(self, view: View) -> Value:
-        gap = view.scalar(LogProb(view.batch.temperature)) - view.reference
+        gap = view.logprobs - view.reference
         chosen, rejected = view.pairs()
         reward = (view.row_mean(gap) if self.loss == "ipo" else view.row_sum(gap)) * self.beta
         logit = reward[chosen] - reward[rejected]

@@ -11,29 +11,27 @@ multiplies by sg[ρ];
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from earnest.errors import ObjectiveError
-from earnest.objectives.base import Signal, Term, Value
+from earnest.objectives.base import LogProbTerm, Signal, Value
 from earnest.objectives.metrics import Max, Mean, Metric
-from earnest.objectives.needs import LogProb, Need
 from earnest.objectives.registry import register
 from earnest.objectives.view import View
 from earnest.settings import setting
-from earnest.signals.batch import Batch, Role
+from earnest.signals.batch import Role
 
 REVERSE, FORWARD = "gradient of KL(π‖π₀)", "gradient of KL(π₀‖π)"
 
 
 @register
 @dataclass(frozen=True, kw_only=True)
-class ReferenceKL(Term):
+class ReferenceKL(LogProbTerm):
     """Keeps the policy near the reference, by an estimate of the KL on the sampled tokens."""
 
     kind: ClassVar[str] = "reference_kl"
@@ -76,9 +74,6 @@ class ReferenceKL(Term):
     def signals(self) -> frozenset[Signal]:
         return frozenset({"reference.logprobs"} if self.importance == "none" else {"reference.logprobs", "behaviour"})
 
-    def needs(self, batch: Batch, state: Mapping[str, Any]) -> tuple[Need, ...]:
-        return (LogProb(batch.temperature),)
-
     @property
     def gradient(self) -> str:
         """The KL whose gradient this is in expectation: on-policy, or over μ with the ratio."""
@@ -86,7 +81,7 @@ class ReferenceKL(Term):
         return name if self.importance != "none" else f"{name} on-policy"
 
     def evaluate(self, view: View) -> Value:
-        lp = view.scalar(LogProb(view.batch.temperature))
+        lp = view.logprobs
         gap = lp - view.reference
         values = self.estimate(gap)
         if self.importance != "none":

@@ -37,7 +37,7 @@ class Reinforce(PolicyGradient):
     )
 
     def evaluate(self, view: View) -> Value:
-        lp = self.logprobs(view)
+        lp = view.logprobs
         loss = view.mean(-view.advantages * lp, self.per)
         return Value(loss, f"{self.kind} per {self.per}", {"nll": Mean.of(-lp)} | self.common_metrics(view))
 
@@ -54,6 +54,6 @@ class RLOO(PolicyGradient):
     estimators: ClassVar[tuple[Estimator, ...]] = ("leave_one_out",)
 
     def evaluate(self, view: View) -> Value:
-        lp = self.logprobs(view)
+        lp = view.logprobs
         loss, ran = view.mean(-view.advantages * lp, "sum"), f"{self.kind}, advantages {view.batch.estimator}"
         return Value(loss, ran, {"nll": Mean.of(-lp)} | self.common_metrics(view))

@@ -42,7 +42,7 @@ class CISPO(RatioGradient):
         ratio = self.log_ratio(view).detach().exp()
         bounded = self.bound(view, ratio)
         metrics: dict[str, Metric] = {"clip_high": Mean.of(ratio > bounded)}
-        return -bounded * view.advantages * self.logprobs(view), metrics
+        return -bounded * view.advantages * view.logprobs, metrics
 
     def bound(self, view: View, ratio: Float[Tensor, " n"]) -> Float[Tensor, " n"]:
         """min(ρ, c)."""

@@ -96,13 +96,9 @@ class TeacherTerm(Term):
 
 def covered(batch: Batch) -> Bool[Tensor, " N"]:
     """The active tokens for which the batch's teacher has a distribution."""
-    N = batch.active.shape[0]
-    if batch.teacher is None:
-        return torch.zeros(N, dtype=torch.bool, device=batch.device)
-    if batch.teacher.at is None:
-        return torch.ones(N, dtype=torch.bool, device=batch.device)
-    has = torch.zeros(N, dtype=torch.bool, device=batch.device)
-    has[batch.teacher.at] = True
+    has = torch.zeros(batch.active.shape[0], dtype=torch.bool, device=batch.device)
+    if batch.teacher is not None:
+        has[... if batch.teacher.at is None else batch.teacher.at] = True
     return has
 
 

@@ -144,6 +144,11 @@ class View:
         return self.batch.token_weight[self.index]
 
     @property
+    def logprobs(self) -> Float[Tensor, " n"]:
+        """log π(target) at the batch's temperature."""
+        return self.scalar(LogProb(self.batch.temperature))
+
+    @property
     def advantages(self) -> Float[Tensor, " n"]:
         assert self.batch.advantages is not None, "check() requires it"
         return self.batch.advantages[self.index]

@@ -217,12 +217,12 @@ class TrainingLoop:
         self.step, self.seconds = step, self.seconds + done - started
         seconds = {"sample" if collected.attempts else "rows": sampled - started, "train": done - sampled}
         self.line = step_line(step, engine, objective, collected, seconds, report or idle)
-        self._record(self.line)
+        self._write_line(self.line)
         for number, a in enumerate(collected.attempts[: config.samples.train]):
             taught = collected.taught[number] if collected.taught else ()
             self.run.samples.append(sample_record(a, "train", step, self.setup.policy, taught))
 
-    def _record(self, line: dict[str, Any]) -> None:
+    def _write_line(self, line: dict[str, Any]) -> None:
         """Write the line of a step or an evaluation, show it, and warn if a condition of the watch is true of the last
         lines. The best evaluation so far gets a checkpoint."""
         evaluation = line["kind"] == "eval"
@@ -295,7 +295,7 @@ class TrainingLoop:
         started = time.perf_counter()
         found = evaluate(self.setup, self.step)
         if self.step not in [line["step"] for line in self.evaluations]:
-            self._record(found.record(time.perf_counter() - started))
+            self._write_line(found.record(time.perf_counter() - started))
         if phase == "after":
             found = self._go_to_best() or found
         if phase is not None:

@@ -194,7 +194,7 @@ class ServerStore:
                 "INSERT INTO versions VALUES(?, ?, ?, ?, ?, ?, ?)",
                 (adapter, number, parent, time.time(), status, why, json.dumps(record)),
             )
-            held = f"version {number} is a candidate and answers nobody ({why}); promoting it applies this feedback"
+            held = f"version {number} is a candidate that is not served ({why}); promoting it applies this feedback"
             became: tuple[Status, str] = ("held", held) if why else ("applied", "")
             _settle(c, dict.fromkeys(applied, became) | dict(others), number)
             live = row["live"] if why else number

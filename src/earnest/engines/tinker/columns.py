@@ -24,7 +24,7 @@ from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.needs import Divergence, LogProb, Need, SourceEntropy
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
-from earnest.signals.distributions import FullLogits, ScoredAt, TopK
+from earnest.signals.distributions import FullLogits, TopK
 
 Estimator = Literal["exact", "sampled"]
 
@@ -156,7 +156,12 @@ def _source(
         token = logp.gather(-1, targets[:, None])[:, 0] if token is None else token
         if need.support != "full":
             check_divergence(need, distribution, vocabulary)
-            distribution = _cut_full(need, logp, at, student_top)
+
+            def own(k: int) -> Tensor:
+                ids = student_top(k).ids
+                return ids if at is None else ids[at]
+
+            distribution = known.cut_logits(need, logp, own)
     if need.support == "full" and estimator == "sampled":
         if token is None:
             raise SignalError(
@@ -177,16 +182,3 @@ def _source(
         ids = torch.zeros(batch.active.shape[0], top.ids.shape[1], dtype=torch.long)
         ids[at] = top.ids
     return DivergenceSource(top, token, at, start), ids
-
-
-def _cut_full(
-    need: Divergence, logp: Float[Tensor, "M V"], at: Tensor | None, student_top: Callable[[int], TopK]
-) -> TopK:
-    assert need.top_k is not None, "check_divergence demands it"
-    if need.support == "teacher":
-        values, ids = logp.topk(need.top_k, -1)
-        return TopK(ids, values, known.tail_of(values))
-    ids = student_top(need.top_k).ids
-    ids = ids if at is None else ids[at]
-    values = logp.gather(-1, ids)
-    return ScoredAt(ids, values, known.tail_of(values))

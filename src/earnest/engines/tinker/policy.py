@@ -9,6 +9,7 @@ import torch
 
 from earnest.errors import SignalError
 from earnest.models.head import HeadSpec
+from earnest.models.policy import eos_ids
 from earnest.models.speech import Speech
 
 
@@ -25,13 +26,7 @@ class RemotePolicy(Speech):
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
-        own = self.tokenizer.eos_token_id
-        return frozenset() if own is None else frozenset({int(own)})
-
-    @cached_property
-    def pad_id(self) -> int:
-        pad = self.tokenizer.pad_token_id
-        return int(pad) if pad is not None else min(self.eos_ids, default=0)
+        return eos_ids(self.tokenizer, None)
 
     @property
     def head(self) -> HeadSpec:

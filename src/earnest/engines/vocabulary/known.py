@@ -10,6 +10,7 @@ Shapes: M covered tokens, K kept ones per token.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -22,7 +23,7 @@ from earnest.errors import ObjectiveError, SignalError
 from earnest.objectives.metrics import Mean, Metric
 from earnest.objectives.needs import Divergence
 from earnest.objectives.view import Field
-from earnest.signals.distributions import TopK
+from earnest.signals.distributions import ScoredAt, TopK
 
 # A tail that was made as 1 - Σp from float32 log-probs is not known below this.
 LEAST_TAIL = 1e-9
@@ -38,6 +39,17 @@ def cut(source: TopK, k: int | None) -> TopK:
     """A received top-K cut to its k most probable tokens; what is cut joins the tail."""
     ids, grouped = cut_to(source, k)
     return replace(source, ids=ids, logprobs=grouped[:, :-1], tail=grouped[:, -1])
+
+
+def cut_logits(need: Divergence, logp: Float[Tensor, "M V"], student: Callable[[int], Int[Tensor, "M K"]]) -> TopK:
+    """A source with all log-probs at the K tokens that ``need`` compares; ``student(K)`` are the student's top K."""
+    assert need.top_k is not None, "terms name K for a source that has every logit"
+    if need.support == "teacher":
+        values, ids = logp.topk(need.top_k, -1)
+        return TopK(ids, values, tail_of(values))
+    ids = student(need.top_k)
+    values = logp.gather(-1, ids)
+    return ScoredAt(ids, values, tail_of(values))
 
 
 def exact(need: Divergence, student: Float[Tensor, "M K"], source: TopK, at: Int[Tensor, " M"] | None) -> Field:

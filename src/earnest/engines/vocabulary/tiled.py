@@ -13,6 +13,7 @@ Shapes: n rows, K targets per row, d width, V vocabulary, v columns of a tile.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -45,17 +46,11 @@ def logprobs(
     if not N:
         return values, by_hidden
     rows, columns = sizes(hidden, head, budget_bytes)
+    tiles = Tiles(head, columns, temperature)
     for start in range(0, N, rows):
         part = slice(start, min(N, start + rows))
-        _rows(
-            head.scaled(hidden[part]),
-            head,
-            targets[part],
-            temperature,
-            columns,
-            values[part],
-            None if by_hidden is None else by_hidden[part],
-        )
+        own = None if by_hidden is None else by_hidden[part]
+        _rows(head.scaled(hidden[part]), tiles, targets[part], values[part], own)
     return values, by_hidden
 
 
@@ -71,36 +66,44 @@ def sizes(hidden: Float[Tensor, "N d"], head: PlainHead, budget_bytes: int) -> t
     return rows, max(1, LEAST_COLUMNS if columns < LEAST_COLUMNS else columns)
 
 
-def tiles(
-    states: Float[Tensor, "n d"], head: PlainHead, columns: int, temperature: float
-) -> Iterator[tuple[slice, Float[Tensor, "v d"], Float[Tensor, "n v"]]]:
-    """Columns, their slice of the head, and their logits at temperature. The next tile reuses the memory."""
-    n = states.shape[0]
-    memory = torch.empty(n * min(columns, head.weight.shape[0]), dtype=states.dtype, device=states.device)
-    for part, weight in head.slices(columns):
-        width = part.stop - part.start
-        z = memory[: n * width].view(n, width)
-        head.tile(states, part, weight, z)
-        yield part, weight, z.div_(temperature) if temperature != 1 else z
+@dataclass(frozen=True, eq=False)
+class Tiles:
+    """Logits at ``temperature``, ``columns`` of the head at a time."""
+
+    head: PlainHead
+    columns: int
+    temperature: float
+
+    @property
+    def cap(self) -> float | None:
+        """The soft cap of logits that are divided by the temperature."""
+        return None if self.head.softcap is None else self.head.softcap / self.temperature
+
+    def of(self, states: Float[Tensor, "n d"]) -> Iterator[tuple[slice, Float[Tensor, "v d"], Float[Tensor, "n v"]]]:
+        """Columns, their slice of the head, and their logits. The next tile reuses the memory."""
+        n, most = states.shape[0], min(self.columns, self.head.weight.shape[0])
+        memory = torch.empty(n * most, dtype=states.dtype, device=states.device)
+        for part, weight in self.head.slices(self.columns):
+            width = part.stop - part.start
+            z = memory[: n * width].view(n, width)
+            self.head.tile(states, part, weight, z)
+            yield part, weight, z.div_(self.temperature) if self.temperature != 1 else z
 
 
 def _rows(
     states: Float[Tensor, "n d"],
-    head: PlainHead,
+    tiles: Tiles,
     targets: Int[Tensor, "n K"],
-    temperature: float,
-    columns: int,
     values: Float[Tensor, "n K"],
     by_states: Float[Tensor, "n d"] | None,
 ) -> None:
-    n, device, dtype = states.shape[0], states.device, states.dtype
+    n, device, dtype, cap = states.shape[0], states.device, states.dtype, tiles.cap
     highest = torch.full((n,), torch.finfo(dtype).min, dtype=dtype, device=device)
     total = torch.zeros(n, dtype=dtype, device=device)
     own = torch.zeros(targets.shape, dtype=dtype, device=device)  # z_y, at temperature
     if by_states is not None:
         by_states.zero_()
-    cap = None if head.softcap is None else head.softcap / temperature  # of logits at temperature
-    for part, weight, z in tiles(states, head, columns, temperature):
+    for part, weight, z in tiles.of(states):
         inside = (targets >= part.start) & (targets < part.stop)
         own = torch.where(inside, z.gather(1, (targets - part.start).clamp(0, z.shape[1] - 1)), own)
         slopes = None
@@ -117,7 +120,7 @@ def _rows(
             by_states.mul_(fade[:, None]).addmm_(z, weight)
     values.copy_(own - (highest + total.log())[:, None])
     if by_states is not None:
-        target = head.weight.detach()[targets[:, 0]].to(dtype)
+        target = tiles.head.weight.detach()[targets[:, 0]].to(dtype)
         if cap is not None:
             target.mul_(1 - (own / cap).square())
-        by_states.div_(total[:, None]).neg_().add_(target).mul_(head.scale / temperature)
+        by_states.div_(total[:, None]).neg_().add_(target).mul_(tiles.head.scale / tiles.temperature)

@@ -24,6 +24,7 @@ from torch import Tensor
 from earnest.engines.vocabulary import tiled
 from earnest.engines.vocabulary.product import PlainHead
 from earnest.engines.vocabulary.support import VocabularyComparison, cut_to, on_support
+from earnest.engines.vocabulary.tiled import Tiles
 from earnest.objectives.needs import Divergence
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, TopK
 
@@ -52,6 +53,7 @@ def divergence(
     """The comparison on all rows; with ``slope`` also its derivative by the states."""
     M = hidden.shape[0]
     rows, columns = tiled.sizes(hidden, head, budget_bytes)
+    tiles = tiled.Tiles(head, columns, need.temperature)
     parts, slopes = [], []
     for start in range(0, max(M, 1), rows):  # ``ran`` is set even without a row
         part = slice(start, min(M, start + rows))
@@ -59,7 +61,7 @@ def divergence(
             theirs: Tensor | TopK = source.take(part)
         else:
             theirs = head.scaled(source.states[part])
-        found, by_states = _rows(head.scaled(hidden[part]), theirs, head, need, columns, slope=slope)
+        found, by_states = _rows(head.scaled(hidden[part]), theirs, tiles, need, slope=slope)
         parts.append(found)
         slopes.append(by_states)
     return _joined(parts), torch.cat([s for s in slopes if s is not None]) if slope else None
@@ -68,9 +70,8 @@ def divergence(
 def _rows(
     states: Float[Tensor, "n d"],
     source: Float[Tensor, "n d"] | TopK,
-    head: PlainHead,
+    tiles: Tiles,
     need: Divergence,
-    columns: int,
     *,
     slope: bool,
 ) -> tuple[VocabularyComparison, Float[Tensor, "n d"] | None]:
@@ -80,20 +81,20 @@ def _rows(
         nothing = states.new_zeros(0, K + 1)
         ids = torch.zeros(0, K, dtype=torch.long, device=states.device)
         return on_support(nothing, nothing, ids, need, slope=slope, received=isinstance(source, TopK)), states
-    tau = need.temperature
+    head, tau = tiles.head, need.temperature
     pulls = slope and need.tail != "renormalise"  # what is renormalised has no slope outside K
     if isinstance(source, TopK):
         ids, teacher = cut_to(source, need.top_k)
-        own = _known(states, head, ids, tau, columns, pulls=pulls)
+        own = _known(states, tiles, ids, pulls=pulls)
         grouped = own.grouped()
     else:
         assert need.top_k is not None
         if need.support == "student":
-            own = _chosen(states, head, need.top_k, tau, columns, pulls=pulls)
-            theirs = _known(source, head, own.ids, tau, columns, pulls=False)
+            own = _chosen(states, tiles, need.top_k, pulls=pulls)
+            theirs = _known(source, tiles, own.ids, pulls=False)
         else:
-            theirs = _chosen(source, head, need.top_k, tau, columns, pulls=False)
-            own = _known(states, head, theirs.ids, tau, columns, pulls=pulls)
+            theirs = _chosen(source, tiles, need.top_k, pulls=False)
+            own = _known(states, tiles, theirs.ids, pulls=pulls)
         ids, grouped = own.ids, own.grouped()
         # The two sides add the rest in different orders. Equal states must give equal numbers and a value of exactly 0.
         same = (states == source).all(1, keepdim=True)
@@ -227,13 +228,11 @@ class _Highest:
         return everything[:, self.K :]
 
 
-def _chosen(
-    states: Float[Tensor, "n d"], head: PlainHead, K: int, temperature: float, columns: int, *, pulls: bool
-) -> _Side:
+def _chosen(states: Float[Tensor, "n d"], tiles: Tiles, K: int, *, pulls: bool) -> _Side:
     """The side whose K highest logits are the support."""
     rest, highest = _Rest(states, pulls=pulls), _Highest(states.shape[0], K, states)
-    for part, weight, z in tiled.tiles(states, head, columns, temperature):
-        rest.add(z, weight, _cap(head, temperature), highest.see(z, part.start))
+    for part, weight, z in tiles.of(states):
+        rest.add(z, weight, tiles.cap, highest.see(z, part.start))
         if highest.due:
             rest.fall(highest.settle())
     if highest.waiting:
@@ -241,30 +240,17 @@ def _chosen(
     return rest.side(highest.ids, highest.values)
 
 
-def _known(
-    states: Float[Tensor, "n d"],
-    head: PlainHead,
-    ids: Int[Tensor, "n K"],
-    temperature: float,
-    columns: int,
-    *,
-    pulls: bool,
-) -> _Side:
+def _known(states: Float[Tensor, "n d"], tiles: Tiles, ids: Int[Tensor, "n K"], *, pulls: bool) -> _Side:
     """The side that uses the support of the other side."""
     rest, K = _Rest(states, pulls=pulls), ids.shape[1]
     kept = states.new_empty(ids.shape)
     by_id, order = ids.flatten().sort()
-    for part, weight, z in tiled.tiles(states, head, columns, temperature):
+    for part, weight, z in tiles.of(states):
         here = slice(*torch.searchsorted(by_id, by_id.new_tensor([part.start, part.stop])).tolist())
         rows, places = order[here] // K, by_id[here] - part.start
         kept.view(-1)[order[here]] = z[rows, places]
-        rest.add(z, weight, _cap(head, temperature), (rows, places))
+        rest.add(z, weight, tiles.cap, (rows, places))
     return rest.side(ids, kept)
-
-
-def _cap(head: PlainHead, temperature: float) -> float | None:
-    """The soft cap of logits that are divided by the temperature."""
-    return None if head.softcap is None else head.softcap / temperature
 
 
 def _joined(parts: list[VocabularyComparison]) -> VocabularyComparison:

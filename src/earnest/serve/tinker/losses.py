@@ -59,7 +59,7 @@ class DRO(RatioGradient):
     beta: float = 0.05
 
     def per_token(self, view: View) -> tuple[Float[Tensor, " n"], dict[str, Metric]]:
-        return 0.5 * self.beta * self.log_ratio(view) ** 2 - self.logprobs(view) * view.advantages, {}
+        return 0.5 * self.beta * self.log_ratio(view) ** 2 - view.logprobs * view.advantages, {}
 
 
 @dataclass(frozen=True, kw_only=True)
