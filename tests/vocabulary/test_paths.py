@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from earnest.engines.vocabulary import backward, eager, fused, scalars, sweep
+from earnest.engines.vocabulary import eager, fused, plan, product, scalars, sweep
 from earnest.engines.vocabulary.scratch import Scratch
 from earnest.models.head import HeadSpec
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need, SourceEntropy
@@ -218,7 +218,11 @@ def test_known_weights_are_pulled_back_in_one_product(trained: bool) -> None:
     want = torch.autograd.grad([f.values for f in fields.values()], leaves, list(weights.values()))
     hidden = states()
     with Watch() as watch:
-        backward(hidden, head, batch, weights, budget_bytes=5 * V * 8 * 3)
+        todo, factor = plan.make(needs, batch, head, hidden), product.of(head, hidden.dtype)
+        swept = sweep.Sweep(todo, factor, batch.token_target, vocabulary=V, budget_bytes=5 * V * 8 * 3)
+        into = [torch.zeros_like(leaf) for leaf in factor.leaves]
+        by_hidden = swept.pull(hidden.detach(), weights, into)
+        torch.autograd.backward([hidden, *factor.leaves], [by_hidden, *into])
     for leaf, gradient in zip(leaves, want, strict=True):
         torch.testing.assert_close(leaf.grad, gradient, rtol=1e-10, atol=1e-10)
     if not trained:

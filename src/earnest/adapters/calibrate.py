@@ -14,11 +14,6 @@ from earnest.adapters.errors import AdapterError
 MAX_TOKENS = 65_536  # more calibration tokens do not change the top directions
 
 
-def _mask(batch: Mapping[str, Any], ids: Tensor) -> Tensor:
-    mask = batch.get("attention_mask")
-    return torch.ones(ids.shape, dtype=torch.bool, device=ids.device) if mask is None else mask.bool()
-
-
 @torch.no_grad()
 def input_moments(
     model: nn.Module, modules: Mapping[str, nn.Module], calibration: Iterable[Any]
@@ -61,7 +56,8 @@ def input_moments(
             ids = inputs.get("input_ids", inputs.get("inputs_embeds"))
             if not isinstance(ids, Tensor):
                 raise AdapterError("a calibration batch is a tensor of token ids or a dict with input_ids")
-            mask = _mask(inputs, ids if ids.dim() == 2 else ids[..., 0])
+            mask = inputs.get("attention_mask")
+            mask = torch.ones(ids.shape[:2], device=ids.device).bool() if mask is None else mask.bool()
             seen.clear()
             keep.clear()
             mask_now[:] = [mask]

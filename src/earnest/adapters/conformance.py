@@ -28,7 +28,7 @@ from earnest.adapters.cases import tiny_gpt2 as tiny_gpt2
 from earnest.adapters.cases import tiny_llama as tiny_llama
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.files import load_adapter
-from earnest.adapters.variant import Variant, get_variant
+from earnest.adapters.variant import get_variant
 from earnest.deprecated import old_names
 
 __getattr__ = old_names(globals(), {"kick": "perturb"})
@@ -338,11 +338,6 @@ class ConformanceRow:
         return "ok" if not self.faults else "BROKEN: " + "; ".join(self.faults[:3])
 
 
-def _forward(variant: Variant) -> str:
-    parts = [h for h in ("before", "factors", "after") if variant.uses(h)]
-    return " + ".join({"before": "input", "factors": "low-rank", "after": "output"}[p] for p in parts)
-
-
 def check_subject(
     label: str, models: Iterable[str], dtypes: Iterable[str], checks: dict[str, Callable[[Case], None]], slow: bool
 ) -> ConformanceRow:
@@ -364,9 +359,11 @@ def check_subject(
                     exact = exact and check_name != "identity"
         passed += [dtype] if clean else []
     zero = ", ".join(sorted(variant.inactive()))
+    hooks = {"before": "input", "factors": "low-rank", "after": "output"}
+    forward = " + ".join(word for hook, word in hooks.items() if variant.uses(hook))
     return ConformanceRow(
         label, variant.reference, parameters, "bit-exact" if exact else "NOT the base",
-        f"all but {zero}" if zero else "all", " ".join(passed), _forward(variant), tuple(faults),
+        f"all but {zero}" if zero else "all", " ".join(passed), forward, tuple(faults),
     )  # fmt: skip
 
 

@@ -25,20 +25,16 @@ def _signs(size: int, seed: int) -> Tensor:
     return torch.randint(0, 2, (SKETCHES, size), generator=rng).float() * 2 - 1
 
 
-def _bytes(t: Tensor) -> bytes:
-    return t.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
 @torch.no_grad()
 def base_fingerprint(layers: Mapping[str, Layer]) -> dict[str, Any]:
     """{'sha256', 'dtype', 'sketch': {tensor: [norm, uᵀWv …]}} of the adapted layers' base weights."""
     sha, sketch = hashlib.sha256(), {}
     for _, layer in sorted(layers.items()):
         for name, w in layer.facts().items():
-            stored = w.to(layer.dtype)  # back to the stored dtype: exact
+            cpu = w.detach().cpu()
+            stored = cpu.to(layer.dtype).contiguous().flatten()  # back to the stored dtype: exact
             sha.update(f"{name} {tuple(w.shape)} {layer.dtype}".encode())
-            sha.update(_bytes(stored))
-            cpu = w.cpu()
+            sha.update(stored.view(torch.uint8).numpy().tobytes())
             proj = ((_signs(w.shape[0], 1) @ cpu) * _signs(w.shape[1], 2)).sum(1)
             sketch[name] = [float(cpu.norm()), *(float(p) for p in proj)]
     dtypes = sorted({f"{layer.dtype}/{layer.kind}" for layer in layers.values()})

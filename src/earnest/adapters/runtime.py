@@ -12,7 +12,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +25,6 @@ from earnest.adapters.linalg import gathered
 from earnest.adapters.variant import Spec, Tensors, Variant
 
 SLOTS = "earnest_slots"
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 KEPT = 16
 """The most derived values that a layer keeps."""
 
@@ -223,13 +221,7 @@ def _on_rows(x: Tensor, gate: AdapterGate, layer: Layer) -> Tensor:
     return x.index_select(0, gate.rows.to(x.device))
 
 
-def run_slots(
-    layer: Layer,
-    slots: list[Slot],
-    x: Tensor,
-    rest: tuple[Any, ...] = (),
-    more: Mapping[str, Any] = NOTHING,
-) -> Tensor:
+def run_slots(layer: Layer, slots: list[Slot], x: Tensor, rest: tuple[Any, ...], more: Mapping[str, Any]) -> Tensor:
     """f_k(x) = after_k(f_{k−1}(before_k(x)) + ΔW_k x) for the slots whose gate is not 0."""
     slots = [s for s in slots if not s.replaces]  # those act where the base reads its parameters
     if len(slots) == 1 and slots[0].gate.rows is None and slots[0].gate.scale != 0.0:  # fast for the usual case

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from earnest.engines import scoring
 from earnest.engines.vocabulary import known, scalars
-from earnest.engines.vocabulary.plan import Head
 from earnest.errors import ObjectiveError, SignalError
 from earnest.models.policy import HeadSpec
 from earnest.objectives.base import Objective
@@ -121,12 +120,9 @@ def supported(
     return ScoredAt(ids, values, known.tail_of(values))
 
 
-def at_ids(
-    distribution: FullLogits | Hidden | TopK, head: Head | HeadSpec, ids: Int[Tensor, "M K"]
-) -> Float[Tensor, "M K"]:
+def at_ids(distribution: FullLogits | Hidden | TopK, head: HeadSpec, ids: Int[Tensor, "M K"]) -> Float[Tensor, "M K"]:
     """Exact log-probs of a source at these ids; a top-K knows only its own."""
     if isinstance(distribution, Hidden):
-        assert isinstance(head, HeadSpec)
         return scoring.at_ids(distribution.states, head, ids)
     if isinstance(distribution, FullLogits):
         return distribution.logits.log_softmax(-1).gather(-1, ids)

@@ -20,14 +20,7 @@ if TYPE_CHECKING:
 NAME = "earnest_flex"
 
 
-def _attention(
-    module: nn.Module,
-    query: Float[Tensor, "R h T d"],
-    key: Float[Tensor, "R k S d"],
-    value: Float[Tensor, "R k S e"],
-    attention_mask: Any,
-    **given: Any,
-) -> tuple[Float[Tensor, "R T h e"], Tensor | None]:
+def _attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **given: Any) -> Any:
     from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -142,13 +142,6 @@ class LocalEngine:
         schedule = self.optimizer_spec.schedule
         self.planned = None if schedule is None else schedule.share(t, total)
 
-    def _set_rate(self) -> None:
-        """Without a schedule the rates stay as they are."""
-        if (schedule := self.optimizer_spec.schedule) is not None:
-            share = schedule.share(self.version + 1) if self.planned is None else self.planned
-            set_rates(self.optimizer, self.optimizer_spec.lr * share)
-        self.planned = None
-
     # --- sampling and scoring -----------------------------------------------------------------------------------------
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
@@ -263,7 +256,10 @@ class LocalEngine:
                 f"the gradient norm is {norm} at version {self.version}; nothing was updated. "
                 "Lower the learning rate or look for extreme ratios."
             )
-        self._set_rate()
+        if (schedule := self.optimizer_spec.schedule) is not None:  # without one the rates stay as they are
+            share = schedule.share(self.version + 1) if self.planned is None else self.planned
+            set_rates(self.optimizer, self.optimizer_spec.lr * share)
+        self.planned = None
         before = [p.detach().clone() for p in self.parameters]
         if self.guard is not None:
             self.guard.prepare(self.names, self.parameters)
@@ -299,9 +295,17 @@ class LocalEngine:
 
     def own_gradients(self, batch: Batch, objective: Objective) -> list[Tensor]:
         """The gradient by every parameter as this rank holds it."""
-        with self._aside():
+        held = [p.grad for p in self.parameters]
+        state = {label: dict(s) for label, s in self.objective_state.items()}
+        for p in self.parameters:
+            p.grad = None
+        try:
             self._accumulate(batch, objective)
             return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in self.parameters]
+        finally:
+            for p, grad in zip(self.parameters, held, strict=True):
+                p.grad = grad
+            self.objective_state = state
 
     def gradient_shares(self, batch: Batch, objective: Objective) -> dict[str, tuple[float, float]]:
         """For every live term: the norm of its weighted gradient, and that norm as a share of the sum of norms."""
@@ -314,19 +318,6 @@ class LocalEngine:
             norms[weighted.term.label] = self.trained.norm(own)
         total = sum(norms.values())
         return {label: (norm, norm / total if total else 0.0) for label, norm in norms.items()}
-
-    @contextmanager
-    def _aside(self) -> Iterator[None]:
-        held = [p.grad for p in self.parameters]
-        state = {label: dict(s) for label, s in self.objective_state.items()}
-        for p in self.parameters:
-            p.grad = None
-        try:
-            yield
-        finally:
-            for p, grad in zip(self.parameters, held, strict=True):
-                p.grad = grad
-            self.objective_state = state
 
     # --- the passes ---------------------------------------------------------------------------------------------------
 

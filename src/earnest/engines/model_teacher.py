@@ -88,7 +88,10 @@ class ModelTeacher:
                     f"teacher: all logits of {hidden.shape[0]} tokens × {vocabulary} need {size / 2**30:.1f} GiB; set "
                     "support: teacher and a top_k on its terms, or take fewer completions per step."
                 )
-            logits = _padded(scoring.all_logits(hidden, head).logits, vocabulary)
+            logits = scoring.all_logits(hidden, head).logits
+            if missing := vocabulary - logits.shape[1]:
+                # Ids that only the student's padded vocabulary has, and no tokenizer writes, get the smallest logit.
+                logits = torch.cat([logits, logits.amin(-1, keepdim=True).expand(-1, missing)], -1)
             exact = logits.log_softmax(-1).gather(-1, informed.token_target[:, None])[:, 0]
             return FullLogits(logits), exact
         exact = scoring.at_ids(hidden, head, informed.token_target[:, None])[:, 0]
@@ -143,9 +146,3 @@ def _cut_head(head: HeadSpec, vocabulary: int) -> HeadSpec:
     if head.bias is not None:
         module.bias = nn.Parameter(head.bias[:vocabulary].detach(), requires_grad=False)
     return HeadSpec(module, head.softcap, head.scale, tied=False)
-
-
-def _padded(logits: Float[Tensor, "M v"], vocabulary: int) -> Float[Tensor, "M V"]:
-    """Ids that only the student's padded vocabulary has, and no tokenizer writes, get the token's smallest logit."""
-    missing = vocabulary - logits.shape[1]
-    return logits if not missing else torch.cat([logits, logits.amin(-1, keepdim=True).expand(-1, missing)], -1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -84,18 +84,6 @@ class BufferLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
-
-
-class Sequences(Protocol):
-    """R growing sequences. ``last`` is the hidden state at the last token of each."""
-
-    last: Float[Tensor, "R d"]
-
-    def step(self, tokens: Int[Tensor, " R"]) -> None:
-        """Append one token to each sequence."""
-
-    def keep(self, rows: Int[Tensor, " r"]) -> None:
-        """Continue with these rows only."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,6 +168,7 @@ class Cached:
             return self.policy.hidden(ids, past=self.cache, **extra)[:, -1]
 
     def step(self, tokens: Int[Tensor, " R"]) -> None:
+        """Append one token to each sequence."""
         positions = self.lengths
         self.used, self.lengths = self.used + 1, self.lengths + 1
         if self.decoder is not None and self.decoder.usable():
@@ -189,6 +178,7 @@ class Cached:
             self.last = self._forward(tokens[:, None], positions)
 
     def keep(self, rows: Int[Tensor, " r"]) -> None:
+        """Continue with these rows only."""
         self.cache.reorder_cache(rows)  # selects and repeats rows
         self.last, self.mask, self.lengths = self.last[rows], self.mask[rows], self.lengths[rows]
 
@@ -208,6 +198,10 @@ class Uncached:
 
     def keep(self, rows: Int[Tensor, " r"]) -> None:
         self.ids, self.last = self.ids[rows], self.last[rows]
+
+
+Sequences = Cached | Uncached
+"""R growing sequences. ``last`` is the hidden state at the last token of each."""
 
 
 def start(

@@ -32,7 +32,7 @@ from earnest.rollouts.conversing import Conversations, converse
 from earnest.rollouts.trajectory import Author
 from earnest.rollouts.transcript import rendered
 from earnest.signals import Batch
-from earnest.signals.scorer import LogProbsWanted
+from earnest.signals.scorer import logprobs
 from earnest.tasks import Environment, Prompt
 from earnest_audit import Finding, Verdict
 from earnest_audit.gradient import Gradient
@@ -99,9 +99,8 @@ class _Conversations:
         yield self._one_turn()
 
     def _converse(self, turns: TurnSettings) -> Conversations:
-        engine, sample = self.engine, self.sample
-        given = (engine, engine.policy, self.environment, self.prompts, self.n, self.spec, turns)
-        return converse(*given, sample=sample, max_errors=1.0)
+        given = (self.engine, self.environment, self.prompts, self.n, self.spec, turns)
+        return converse(*given, sample=self.sample, max_errors=1.0)
 
     def _batch(self, made: Conversations) -> Batch:
         """The batch that a step would train on, made by the code that every step uses."""
@@ -258,9 +257,7 @@ class _Conversations:
         return 1e-3 if self._exactly else 0.25
 
     def _score(self, batch: Batch) -> Tensor:
-        scored = self.engine.score(batch, LogProbsWanted(batch.temperature))
-        assert isinstance(scored, Tensor)
-        return scored
+        return logprobs(self.engine, batch, "live")
 
 
 def _places(batch: Batch, made: Conversations) -> list[_Turn | None]:

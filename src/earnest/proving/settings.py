@@ -23,7 +23,10 @@ def knobs(live: Sequence[Weighted]) -> dict[str, Any]:
     for w in live:
         for path, value, what in _fields(w.term):
             assert path != "weight", f"{w.term.label}: a field called 'weight' would hide the term's own; rename it."
-            if isinstance(value, int | float) and not what.choices and _turns(w.term, path, candidates(value)):
+            if not isinstance(value, int | float) or what.choices:
+                continue
+            # The support inside a wrapper, for example, has no other legal value.
+            if any(_legal(w.term, path, other) for other in candidates(value)):
                 found[f"{w.term.label}.{path}"] = value
         if len(live) > 1:
             found[f"{w.term.label}.weight"] = w.weight
@@ -74,11 +77,6 @@ def _with(owner: Any, path: str, value: Any) -> Any:
     present = getattr(owner, name)
     new = _with(present, rest, value) if rest else value
     return owner if new == present else replace(owner, **{name: new})
-
-
-def _turns(term: Term, path: str, others: list[Any]) -> bool:
-    """Whether any other value is legal. The support inside a wrapper, for example, has no other legal value."""
-    return any(_legal(term, path, other) for other in others)
 
 
 def _legal(term: Term, path: str, value: Any) -> bool:

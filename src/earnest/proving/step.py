@@ -129,26 +129,16 @@ def _family(live: list[Weighted], batch: Batch) -> Family | None:
     return "sft" if plain else None
 
 
-# --- a batch as a dict of [R, T, …] tensors, and back
-# ------------------------------------------------------------------
+# --- a batch as a dict of [R, T, …] tensors, and back -----------------------------------------------------------------
 
 
 def _data(batch: Batch) -> tuple[dict[str, Tensor], dict[str, str]]:
-    data: dict[str, Tensor] = {
-        name: getattr(batch, name) for name in ("inputs", "targets", "weight", "length", "group", "pair")
-    }
+    per_row = ("inputs", "targets", "weight", "length", "group", "pair", "correct", "kl_baseline")
+    data: dict[str, Tensor] = {name: value for name in per_row if (value := getattr(batch, name)) is not None}
     data["row"] = torch.arange(len(batch), device=batch.device)
     roles = {"ids": "inputs", "labels": "targets", "mask": "weight"}
-    flat: dict[str, Tensor | None] = {
-        "advantages": batch.advantages,
-        "behaviour": batch.behaviour,
-        "proximal": batch.proximal,
-    }
-    if batch.correct is not None:
-        data["correct"] = batch.correct
-        roles["correct"] = "correct"
-    if batch.kl_baseline is not None:
-        data["kl_baseline"] = batch.kl_baseline
+    roles |= {"correct": "correct"} if "correct" in data else {}
+    flat: dict[str, Tensor | None] = {name: getattr(batch, name) for name in ("advantages", "behaviour", "proximal")}
     if batch.reference is not None:
         flat["reference"] = batch.reference.logprobs
         if isinstance(batch.reference.distribution, Hidden):

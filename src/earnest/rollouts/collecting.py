@@ -9,41 +9,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
-
-from torch import Tensor
+from typing import Any
 
 from earnest.data import hinted, reprompt
 from earnest.errors import SignalError
 from earnest.models import SampleSpec
 from earnest.models.protocol import PolicyLike
 from earnest.rollouts.attempts import Attempt, Sample, describe
-from earnest.rollouts.conversing import Conversations, TurnSettings, converse
+from earnest.rollouts.conversing import Conversations, Source, TurnSettings, converse
 from earnest.rollouts.credit import check_exact, with_turn_advantages
-from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.rows import Row, demonstration, pairs_among, rollout_rows, stack
 from earnest.rollouts.trajectory import Trajectory
 from earnest.signals import Batch, TeacherPolicy, Wants, lessons, with_advantages, with_reference, with_teacher
 from earnest.signals.advantages import Estimator
-from earnest.signals.distributions import Distribution
-from earnest.signals.scorer import Wanted, Who
 from earnest.signals.teachers import Informed, TaughtTurn
 from earnest.signals.wants import Wanting
 from earnest.tasks import Environment, Grade, Prompt, Task, grade_all, is_environment
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE
-
-
-class Source(Protocol):
-    """The members of an engine that collecting uses."""
-
-    version: int
-
-    @property
-    def policy(self) -> PolicyLike: ...
-
-    def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]: ...
-
-    def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution: ...
 
 
 @dataclass(frozen=True)
@@ -180,9 +162,7 @@ def graded(
 ) -> Conversations:
     """``n`` graded completions of every prompt, or conversations if the task is an environment, prompt by prompt."""
     if is_environment(task):
-        return converse(
-            engine, engine.policy, task, prompts, n, spec, turns, sample=sample, max_errors=max_grader_errors
-        )
+        return converse(engine, task, prompts, n, spec, turns, sample=sample, max_errors=max_grader_errors)
     policy = engine.policy
     rollouts = (sample or engine.sample)([policy.render(p.messages) for p in prompts], n, spec)
     repeated = [prompts[r.prompt_index] for r in rollouts]

@@ -25,6 +25,7 @@ from earnest.rollouts.transcript import Transcript
 from earnest.rollouts.turn_sampling import CallTurns, HasSlots, SlotTurns, TurnSampler
 from earnest.seeds import derive
 from earnest.settings import Checked, FieldProblem, setting
+from earnest.signals.scorer import Scorer
 from earnest.tasks import Ending, Environment, Grade, GraderErrors, Message, Prompt, StepResult, TaskError
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE, TIME_LIMIT
 
@@ -36,8 +37,11 @@ ReadMessage = Callable[[PolicyLike, Sequence[int], Sequence[int]], Message]
 """(policy, prompt tokens, sampled tokens) → the assistant message."""
 
 
-class Samples(Protocol):
-    """An engine that samples whole batches; one with slots (``HasSlots``) decodes rows as they come."""
+class Source(Scorer, Protocol):
+    """The members of an engine that collecting uses: it samples whole batches; one with slots (``HasSlots``) decodes
+    rows as they come."""
+
+    version: int
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]: ...
 
@@ -95,8 +99,7 @@ class Conversations:
 
 
 def converse(
-    engine: Samples,
-    policy: PolicyLike,
+    engine: Source,
     environment: Environment,
     prompts: Sequence[Prompt],
     n: int,
@@ -116,14 +119,14 @@ def converse(
     if read is None:
         read = partial(read_message, tools=environment.tools) if environment.tools else plain_message
     with _sampler(engine, spec, turns, len(prompts) * n * spec.max_new_tokens, sample) as sampler:
-        found = _wait(_Talk(policy, environment, spec, turns, sampler, read).run(prompts, n))
+        found = _wait(_Talk(engine.policy, environment, spec, turns, sampler, read).run(prompts, n))
     _check_errors(environment, found.attempts, max_errors)
     return found
 
 
 @contextmanager
 def _sampler(
-    engine: Samples, spec: SampleSpec, turns: TurnSettings, tokens: int, sample: Sample | None
+    engine: Source, spec: SampleSpec, turns: TurnSettings, tokens: int, sample: Sample | None
 ) -> Iterator[TurnSampler]:
     if sample is not None:
         yield CallTurns(sample, spec)

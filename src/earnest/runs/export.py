@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -110,7 +110,7 @@ def export(
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    return done if push is None else Exported(**{**vars(done), "address": _push(out, push, say)})
+    return done if push is None else replace(done, address=_push(out, push, say))
 
 
 def _dtype(record: Run | None) -> Dtype:

@@ -197,7 +197,9 @@ def go(setup: Setup, run: RunFolder, console: Console, resumed: bool, replay: Pa
         loop = TrainingLoop(setup, run, reporter_on(console), [], replay=replay)
         if resumed:
             loop.restore()
-        described = f"{setup.describe()['adapter']}: {_count(setup)} parameters; run folder {run.path}"
+        trained = sum(p.numel() for p in setup.adapter.parameters())
+        count = f"{trained:,}" if trained else "an uncounted number of"
+        described = f"{setup.describe()['adapter']}: {count} parameters; run folder {run.path}"
         return complete(loop, console, [setup.policy.describe(), described])
     finally:
         setup.close()
@@ -299,8 +301,3 @@ def compare_environments(run: RunFolder, setup: Setup) -> None:
     ]
     if drift:
         run.event("warning", f"resumed in another environment, so bits may differ: {', '.join(drift)}")
-
-
-def _count(setup: Setup) -> str:
-    parameters = setup.adapter.parameters()
-    return f"{sum(p.numel() for p in parameters):,}" if parameters else "an uncounted number of"

@@ -6,19 +6,11 @@ import hashlib
 import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from earnest.errors import ConfigError, EarnestError, MissingExtra
 
 SKIPPED = ("kind", "step", "version", "means", "seconds", "micro_batches")
-
-
-class Logger(Protocol):
-    """Receives the lines of metrics.jsonl."""
-
-    def log(self, line: Mapping[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def flatten(line: Mapping[str, Any]) -> dict[str, float]:
@@ -111,4 +103,6 @@ class Wandb(Trackio):
             ) from error
 
 
+Logger = TensorBoard | Trackio
+"""Receives the lines of metrics.jsonl."""
 _KINDS: dict[str, Any] = {"tensorboard": TensorBoard, "trackio": Trackio, "wandb": Wandb}

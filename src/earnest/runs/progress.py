@@ -6,7 +6,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -17,22 +17,6 @@ from earnest.runs.comparison import with_error
 
 LINES = 20
 """About how many plain lines a run prints without a terminal."""
-
-
-class ProgressReporter(Protocol):
-    """Shows the progress of a run."""
-
-    def start(self, steps: int, done: int) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def step(self, line: dict[str, Any]) -> None: ...
-
-    def evaluation(self, line: dict[str, Any]) -> None: ...
-
-    def warn(self, text: str) -> None: ...
-
-    def close(self) -> None: ...
 
 
 def reporter_on(console: Console) -> ProgressReporter:
@@ -196,3 +180,7 @@ class Plain:
 
     def close(self) -> None:
         """Nothing to close."""
+
+
+ProgressReporter = Bars | Plain
+"""Shows the progress of a run."""

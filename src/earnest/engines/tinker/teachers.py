@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from earnest.engines.tinker.scoring import mixed, score
 from earnest.errors import SignalError
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import TopK
-from earnest.signals.scorer import AtIdsWanted, LogProbsWanted, TopKWanted
+from earnest.signals.scorer import AtIdsWanted, LogProbsWanted, TopKWanted, Wanted
 
 if TYPE_CHECKING:
     from earnest.engines.tinker.engine import TinkerEngine
@@ -53,22 +53,16 @@ class RemoteTeacher:
             )
 
     def logprobs(self, engine: TinkerEngine, batch: Batch) -> Tensor:
-        found = score(self._sampler(engine), batch, LogProbsWanted())
-        assert isinstance(found, Tensor)
-        return found
+        return cast(Tensor, self._score(engine, batch, LogProbsWanted()))
 
     def top(self, engine: TinkerEngine, batch: Batch, k: int) -> TopK:
-        found = score(self._sampler(engine), batch, TopKWanted(k))
-        assert isinstance(found, TopK)
-        return found
+        return cast(TopK, self._score(engine, batch, TopKWanted(k)))
 
     def at(self, engine: TinkerEngine, batch: Batch, ids: Tensor) -> Tensor:
-        found = score(self._sampler(engine), batch, AtIdsWanted(ids))
-        assert isinstance(found, Tensor)
-        return found
+        return cast(Tensor, self._score(engine, batch, AtIdsWanted(ids)))
 
-    def _sampler(self, engine: TinkerEngine) -> Any:
-        return engine.sampler(self.path if self.path is not None else self.kind)
+    def _score(self, engine: TinkerEngine, batch: Batch, want: Wanted) -> Tensor | TopK:
+        return score(engine.sampler(self.path if self.path is not None else self.kind), batch, want)
 
 
 @dataclass

@@ -1,5 +1,5 @@
 """One pass over the vocabulary computes every per-token scalar that an objective reads."""
 
-from earnest.engines.vocabulary.fused import backward, scalars
+from earnest.engines.vocabulary.fused import scalars
 
-__all__ = ["backward", "scalars"]
+__all__ = ["scalars"]

@@ -9,22 +9,23 @@ from jaxtyping import Float
 from torch import Tensor
 
 from earnest.engines.vocabulary import formulas, plan
-from earnest.engines.vocabulary.plan import Covered, Head, TokenNeed
+from earnest.engines.vocabulary.plan import Covered, TokenNeed
 from earnest.engines.vocabulary.support import compare
+from earnest.models.head import HeadSpec
 from earnest.objectives.needs import Divergence, Entropy, LogProb, Need
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import FullLogits, Hidden, TopK
 
 
-def scalars(hidden: Float[Tensor, "N d"], head: Head, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
+def scalars(hidden: Float[Tensor, "N d"], head: HeadSpec, batch: Batch, needs: Sequence[Need]) -> dict[Need, Field]:
     """Every need's field, differentiable by ``hidden`` and by the head."""
     todo = plan.make(needs, batch, head, hidden)
     z = head.logits(hidden)
     return {need: _field(need, z, head, batch, todo) for need in todo.needs}
 
 
-def _field(need: TokenNeed, z: Float[Tensor, "N V"], head: Head, batch: Batch, todo: plan.Plan) -> Field:
+def _field(need: TokenNeed, z: Float[Tensor, "N V"], head: HeadSpec, batch: Batch, todo: plan.Plan) -> Field:
     if isinstance(need, LogProb):
         target = batch.token_target
         logp = _heated(z, need.temperature).log_softmax(-1)
@@ -47,7 +48,7 @@ def _heated(z: Float[Tensor, "n V"], temperature: float) -> Float[Tensor, "n V"]
     return z if temperature == 1 else z / temperature
 
 
-def _source(covered: Covered, head: Head, dtype: torch.dtype) -> Float[Tensor, "M V"] | TopK:
+def _source(covered: Covered, head: HeadSpec, dtype: torch.dtype) -> Float[Tensor, "M V"] | TopK:
     with torch.no_grad():
         match covered.distribution:
             case Hidden(states):

@@ -35,8 +35,7 @@ def gjs(
     out: Scratch = FRESH,
 ) -> Result:
     """GJS_α of normalised log-probs, differentiable by ``ls``; with ``slope`` also ∂value/∂z where ls =
-    log_softmax(z).
-    """
+    log_softmax(z)."""
     if alpha == 0:
         return forward_kl(ls, lt, slope=slope, out=out)
     if alpha == 1:

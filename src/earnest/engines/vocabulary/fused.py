@@ -25,9 +25,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from earnest.engines.vocabulary import plan, product
-from earnest.engines.vocabulary.plan import Head, TokenNeed
+from earnest.engines.vocabulary.plan import TokenNeed
 from earnest.engines.vocabulary.product import Product
 from earnest.engines.vocabulary.sweep import Found, Sweep
+from earnest.models.head import HeadSpec
 from earnest.objectives.needs import Divergence, LogProb, Need, SourceEntropy
 from earnest.objectives.view import Field
 from earnest.signals.batch import Batch
@@ -39,7 +40,12 @@ Path = Literal["values", "forward-derivative", "recompute"]
 
 
 def scalars(
-    hidden: Float[Tensor, "N d"], head: Head, batch: Batch, needs: Sequence[Need], *, budget_bytes: int = BUDGET_BYTES
+    hidden: Float[Tensor, "N d"],
+    head: HeadSpec,
+    batch: Batch,
+    needs: Sequence[Need],
+    *,
+    budget_bytes: int = BUDGET_BYTES,
 ) -> dict[Need, Field]:
     """Every need's field, differentiable by ``hidden`` and by the head's trainable tensors.
 
@@ -48,8 +54,10 @@ def scalars(
     todo = plan.make(needs, batch, head, hidden)
     if not todo.needs:
         return {}
-    sweep = _sweep(todo, hidden, head, batch, budget_bytes)
-    factor = sweep.product
+    factor = product.of(head, hidden.dtype)
+    if factor.leaves:
+        plan.check_trained_head(todo, batch)
+    sweep = Sweep(todo, factor, batch.token_target, vocabulary=head.weight.shape[0], budget_bytes=budget_bytes)
     trains = torch.is_grad_enabled() and (hidden.requires_grad or bool(factor.leaves))
     if not trains:
         path: Path = "values"
@@ -62,38 +70,6 @@ def scalars(
         values = dict(zip(run.needs, outputs, strict=True))
         found = run.found
     return {need: _field(need, values[need], found[need], todo, path) for need in todo.needs}
-
-
-def backward(
-    hidden: Float[Tensor, "N d"],
-    head: Head,
-    batch: Batch,
-    weights: Mapping[Need, Tensor],
-    *,
-    budget_bytes: int = BUDGET_BYTES,
-) -> None:
-    """Add Σ weights·∂scalars/∂· to the gradients of what ``hidden`` and the head were made from.
-
-    For a caller that already has the loss's derivative by every scalar: 2 + s products for any number of scalars.
-    """
-    todo = plan.make(list(weights), batch, head, hidden)
-    sweep = _sweep(todo, hidden, head, batch, budget_bytes)
-    factor = sweep.product
-    into = [torch.zeros(t.shape, dtype=sweep.dtype, device=t.device) for t in factor.leaves]
-    known: dict[TokenNeed, Tensor] = {
-        need: weights[need].detach() for need in todo.needs if not isinstance(need, SourceEntropy)
-    }
-    by_hidden = sweep.pull(hidden.detach(), known, into)
-    pairs = [(hidden, by_hidden), *zip(factor.leaves, into, strict=True)]
-    wanted = [(t, g.to(t.dtype)) for t, g in pairs if t.requires_grad]
-    torch.autograd.backward([t for t, _ in wanted], [g for _, g in wanted])
-
-
-def _sweep(todo: plan.Plan, hidden: Float[Tensor, "N d"], head: Head, batch: Batch, budget_bytes: int) -> Sweep:
-    factor = product.of(head, hidden.dtype)
-    if factor.leaves:
-        plan.check_trained_head(todo, batch)
-    return Sweep(todo, factor, batch.token_target, vocabulary=head.weight.shape[0], budget_bytes=budget_bytes)
 
 
 def choose(todo: plan.Plan, tokens: int, factor: Product, *, many_targets: bool, plain: bool) -> Path:

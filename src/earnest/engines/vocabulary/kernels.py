@@ -53,7 +53,7 @@ def block(
         z = torch.div(z, need.temperature, out=out(z))
     if isinstance(need, LogProb):
         assert targets is not None
-        return _logprob(z, targets, need.temperature, slope=slope, weight=weight, out=out)
+        return _logprob(z, targets, need.temperature, slope, weight, out)
     if isinstance(need, Entropy):
         value, by_logits = formulas.entropy(torch.log_softmax(z, -1, out=out(z)), slope=slope, out=out)
         return Block(value, "entropy", _weighted(by_logits, weight, need.temperature))
@@ -65,13 +65,7 @@ def block(
 
 
 def _logprob(
-    z: Float[Tensor, "b V"],
-    targets: Int[Tensor, " b"] | Int[Tensor, "b K"],
-    temperature: float,
-    *,
-    slope: bool,
-    weight: Tensor | None,
-    out: Scratch,
+    z: Float[Tensor, "b V"], targets: Tensor, temperature: float, slope: bool, weight: Tensor | None, out: Scratch
 ) -> Block:
     p = torch.softmax(z, -1, out=out(z))
     # The most probable token's probability is 1/Σexp(z - max): it gives the normaliser without a second exponential.

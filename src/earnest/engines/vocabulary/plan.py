@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from jaxtyping import Float, Int
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from earnest.engines.vocabulary.formulas import tail_error_bound
 from earnest.errors import ObjectiveError, SignalError
+from earnest.models.head import HeadSpec
 from earnest.objectives.metrics import Max, Mean, Metric
 from earnest.objectives.needs import DistributionSource, Divergence, Entropy, LogProb, Need, SourceEntropy, SpectralNorm
 from earnest.signals.batch import Batch
@@ -21,25 +21,6 @@ TokenNeed = LogProb | Entropy | Divergence | SourceEntropy
 
 # A received top-K and its tail must sum to 1 up to the rounding of what a service sends.
 MASS_SLACK = 0.05
-
-
-class Head(Protocol):
-    """The members of ``earnest.models.policy.HeadSpec`` that the pass reads: z = softcap(scale·(h·Wᵀ + bias)) if the
-    head is ``plain``.
-    """
-
-    @property
-    def plain(self) -> bool: ...
-    def logits(self, hidden: Tensor) -> Tensor: ...
-
-    @property
-    def weight(self) -> Tensor: ...
-    @property
-    def bias(self) -> Tensor | None: ...
-    @property
-    def softcap(self) -> float | None: ...
-    @property
-    def scale(self) -> float | None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,7 +58,7 @@ class Plan:
         return found
 
 
-def make(needs: Sequence[Need], batch: Batch, head: Head, hidden: Float[Tensor, "N d"]) -> Plan:
+def make(needs: Sequence[Need], batch: Batch, head: HeadSpec, hidden: Float[Tensor, "N d"]) -> Plan:
     """Raise if this pass cannot compute a need exactly; nothing is approximated instead."""
     vocabulary, width = head.weight.shape[0], hidden.shape[1]
     if hidden.shape[0] != batch.active.shape[0]:

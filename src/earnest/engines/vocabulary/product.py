@@ -12,14 +12,12 @@ Shapes: n rows, d width, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from earnest.engines.vocabulary.plan import Head
-from earnest.models.head import widened_slices
+from earnest.models.head import HeadSpec, widened_slices
 
 CPU_COLUMNS = 992
 """Columns of one forward product on a CPU. Each product packs its slice of the head, which should fit into the cache.
@@ -27,43 +25,22 @@ Measured at 512 rows × 1,024: 158 GFLOP/s against 120 with the whole head at on
 """
 
 
-class Product(Protocol):
-    """The head as the pass uses it. ``leaves`` are the tensors besides the states that need a gradient."""
-
-    @property
-    def leaves(self) -> tuple[Tensor, ...]: ...
-    @property
-    def dtype(self) -> torch.dtype: ...
-
-    def logits(self, states: Float[Tensor, "n d"], out: Float[Tensor, "n V"]) -> None:
-        """Fill ``out``, without a graph."""
-        ...
-
-    def chain(self, z: Float[Tensor, "n V"], slope: Float[Tensor, "n V"]) -> None:
-        """Turn ∂/∂z into what ``pull`` takes, in place."""
-        ...
-
-    def pull(
-        self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None
-    ) -> Float[Tensor, "n d"]:
-        """The derivative by the states; those by ``leaves`` are added to ``into``."""
-        ...
-
-
-def of(head: Head, dtype: torch.dtype) -> Product:
+def of(head: HeadSpec, dtype: torch.dtype) -> Product:
     return PlainHead(head, dtype) if head.plain else ModuleHead(head, dtype)
 
 
 class PlainHead:
-    """A weight, perhaps a bias, a scale, a soft cap."""
+    """A weight, perhaps a bias, a scale, a soft cap. ``leaves`` are the tensors besides the states that need a
+    gradient."""
 
-    def __init__(self, head: Head, dtype: torch.dtype) -> None:
+    def __init__(self, head: HeadSpec, dtype: torch.dtype) -> None:
         self.dtype = torch.promote_types(dtype, torch.float32)
         self.weight, self.bias = head.weight, head.bias
         self.scale, self.softcap = 1.0 if head.scale is None else head.scale, head.softcap
         self.leaves = tuple(t for t in (self.weight, self.bias) if t is not None and t.requires_grad)
 
     def logits(self, states: Float[Tensor, "n d"], out: Float[Tensor, "n V"]) -> None:
+        """Fill ``out``, without a graph."""
         states = self.scaled(states)
         for part, weight in self.slices(CPU_COLUMNS if states.device.type == "cpu" else None):
             self.tile(states, part, weight, out[:, part])
@@ -77,12 +54,14 @@ class PlainHead:
             out.div_(self.softcap).tanh_().mul_(self.softcap)
 
     def chain(self, z: Float[Tensor, "n V"], slope: Float[Tensor, "n V"]) -> None:
+        """Turn ∂/∂z into what ``pull`` takes, in place."""
         if self.softcap is not None:
             slope.addcmul_(slope * z, z, value=-1 / self.softcap**2)
 
     def pull(
         self, states: Float[Tensor, "n d"], slope: Float[Tensor, "n V"], into: list[Tensor] | None
     ) -> Float[Tensor, "n d"]:
+        """The derivative by the states; those by ``leaves`` are added to ``into``."""
         out = torch.zeros(slope.shape[0], self.weight.shape[1], dtype=self.dtype, device=slope.device)
         for part, weight in self.slices():
             out.addmm_(slope[:, part], weight, alpha=self.scale)
@@ -106,7 +85,7 @@ class PlainHead:
 class ModuleHead:
     """A head that is more than a weight, such as one with an adapter. Its forward is called; its weight is not read."""
 
-    def __init__(self, head: Head, dtype: torch.dtype) -> None:
+    def __init__(self, head: HeadSpec, dtype: torch.dtype) -> None:
         self.head, self.dtype = head, torch.promote_types(dtype, torch.float32)
         with torch.enable_grad():
             probe = head.logits(torch.zeros(1, head.weight.shape[1], dtype=dtype, device=head.weight.device))
@@ -130,6 +109,9 @@ class ModuleHead:
         for total, grad in zip(into or (), by_leaves, strict=True):
             total += grad
         return by_states.to(self.dtype)
+
+
+Product = PlainHead | ModuleHead
 
 
 def _leaves(output: Tensor) -> tuple[Tensor, ...]:

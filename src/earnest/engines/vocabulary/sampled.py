@@ -84,8 +84,7 @@ def estimates(
 
 def target_weights(student: TopK, source: TopK, need: Divergence) -> Float[Tensor, "N K"]:
     """Weights w[N, K] for the K targets ``student.ids``: the gradient of Σ w·log S is -∇D exactly. Both at the need's
-    temperature 1.
-    """
+    temperature 1."""
     if student.ids.shape != source.ids.shape or not torch.equal(student.ids, source.ids):
         raise SignalError("the student and the source must be scored at the same ids, in the same order.")
     if need.temperature != 1:

@@ -27,8 +27,7 @@ from earnest.signals.distributions import TopK
 @dataclass(frozen=True, eq=False)
 class VocabularyComparison:
     """A divergence on n tokens: its value, what ran, and (with ``slope``) its derivative by the compared categories'
-    logits.
-    """
+    logits."""
 
     value: Float[Tensor, " n"]
     ran: str
@@ -100,8 +99,7 @@ def on_support(
     received: bool,
 ) -> VocabularyComparison:
     """``need`` between the student's logits and the source's log-masses of K tokens and their bucket; ``received``
-    log-masses are at temperature 1.
-    """
+    log-masses are at temperature 1."""
     teacher_mass = _mass(teacher)
     student = grouped.log_softmax(-1)
     tail, student_mass = grouped[:, -1].detach(), _mass(student)

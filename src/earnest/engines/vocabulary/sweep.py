@@ -60,8 +60,7 @@ class _Chunk:
 @dataclass(frozen=True, eq=False)
 class _Rows:
     """The rows of a chunk that a source covers: ``place`` among the source's tokens, ``local`` within the chunk
-    (None: all of it).
-    """
+    (None: all of it)."""
 
     place: slice
     local: Int[Tensor, " m"] | None
@@ -72,16 +71,10 @@ class _Rows:
 
 
 class Sweep:
-    """One plan on one head; ``values`` and ``pull`` are its passes."""
+    """One plan on one head; ``values`` and ``pull`` are its passes. ``targets`` are [N] or [N, K]."""
 
     def __init__(
-        self,
-        todo: Plan,
-        product: Product,
-        targets: Int[Tensor, " N"] | Int[Tensor, "N K"],
-        *,
-        vocabulary: int,
-        budget_bytes: int,
+        self, todo: Plan, product: Product, targets: Int[Tensor, "N ..."], *, vocabulary: int, budget_bytes: int
     ) -> None:
         self.todo, self.product, self.targets, self.V = todo, product, targets, vocabulary
         self.dtype = product.dtype
@@ -176,10 +169,8 @@ class Sweep:
         size = -(-N // -(-N // most))
         on_cpu = hidden.device.type == "cpu"
         # One thread sums a row, so fewer rows than threads would leave threads idle.
-        block_rows = max(
-            torch.get_num_threads() if on_cpu else 1, (BLOCK_BYTES if on_cpu else ACCELERATOR_BLOCK_BYTES) // row
-        )
-        self._block_rows = block_rows
+        least, most_bytes = (torch.get_num_threads(), BLOCK_BYTES) if on_cpu else (1, ACCELERATOR_BLOCK_BYTES)
+        self._block_rows = block_rows = max(least, most_bytes // row)
         self._scratch = Scratch(min(block_rows, size) * self.V, self.dtype, hidden.device)
         z = torch.empty(size, self.V, dtype=self.dtype, device=hidden.device)
         spare: dict[str, Tensor] = {}
