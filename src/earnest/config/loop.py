@@ -55,8 +55,7 @@ class BestConfig(Strict):
         "`eval/reverse/reward`), or of the steps since the last one (`step/entropy`, `step/loss`): their mean",
     )
     mode: Literal["max", "min"] | None = Field(
-        None,
-        description="whether more or less is better; none: known for rewards, accuracies, margins and losses",
+        None, description="whether more or less is better; none: known for rewards, accuracies, margins and losses"
     )
     patience: Whole | None = Field(
         None, description="the run stops after this many evaluations in a row without a better one; none: never"

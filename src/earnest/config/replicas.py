@@ -33,9 +33,7 @@ class SyncConfig(Strict):
         None, gt=0, description="a difference longer than this multiple of the round's median length is scaled to it"
     )
     signers: list[str] | None = Field(
-        None,
-        min_length=1,
-        description="public keys by replica number: a difference without its signature is left out",
+        None, min_length=1, description="public keys by replica number: a difference without its signature is left out"
     )
     nesterov: bool = Field(True, description="look ahead along the outer momentum")
     wire: Literal["fp32", "bf16", "int8", "int4", "topk", "sparseloco", "pulse"] | None = Field(

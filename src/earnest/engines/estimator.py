@@ -58,11 +58,7 @@ def check_terms(objective: Objective, temperature: float) -> None:
 
 
 def demand_ratio(
-    batch: Batch,
-    objective: Objective,
-    state: Mapping[str, Mapping[str, Any]],
-    version: int,
-    idle: Container[str] = (),
+    batch: Batch, objective: Objective, state: Mapping[str, Mapping[str, Any]], version: int, idle: Container[str] = ()
 ) -> None:
     """Raise if tokens of another policy meet a term without a ratio: there the sampled form is biased."""
     check_terms(objective, batch.temperature)

@@ -107,10 +107,7 @@ class Pass(Work):
 
 
 def report_of(
-    objective: Objective,
-    done: Pass,
-    update: UpdateReport,
-    shares: Mapping[str, tuple[float, float]] | None = None,
+    objective: Objective, done: Pass, update: UpdateReport, shares: Mapping[str, tuple[float, float]] | None = None
 ) -> StepReport:
     """The report of a step. ``shares``: (gradient norm, share) by label."""
     terms = {}

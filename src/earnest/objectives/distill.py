@@ -93,9 +93,7 @@ class SDPO(Distill):
         choices=("full", "student", "teacher"),
     )
     importance_clip: float | None = setting(
-        2.0,
-        "c: bound on the ratio to the policy that sampled; none: no ratio and no behaviour log-probs",
-        above=0.0,
+        2.0, "c: bound on the ratio to the policy that sampled; none: no ratio and no behaviour log-probs", above=0.0
     )
     weighting: str = setting(
         "none",

@@ -95,11 +95,7 @@ class Columns:
 
 
 def plan(
-    batch: Batch,
-    needs: Sequence[Need],
-    vocabulary: int,
-    estimator: Estimator,
-    student_top: Callable[[int], TopK],
+    batch: Batch, needs: Sequence[Need], vocabulary: int, estimator: Estimator, student_top: Callable[[int], TopK]
 ) -> Columns:
     """Plan the columns; refuse needs that log-probs cannot give. ``student_top(k)`` returns the student's own top K,
     where needed."""

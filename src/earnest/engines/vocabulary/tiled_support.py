@@ -68,12 +68,7 @@ def divergence(
 
 
 def _rows(
-    states: Float[Tensor, "n d"],
-    source: Float[Tensor, "n d"] | TopK,
-    tiles: Tiles,
-    need: Divergence,
-    *,
-    slope: bool,
+    states: Float[Tensor, "n d"], source: Float[Tensor, "n d"] | TopK, tiles: Tiles, need: Divergence, *, slope: bool
 ) -> tuple[VocabularyComparison, Float[Tensor, "n d"] | None]:
     if not states.shape[0]:  # nothing to compare, but ``ran`` is set
         K = source.ids.shape[1] if isinstance(source, TopK) and need.top_k is None else need.top_k
