@@ -158,15 +158,7 @@ class Bucket:
         payload = b"once"
         if not self.create(key, "probe", payload):
             raise StoreError(f"{self.url}: the fresh key {key} is taken; use a prefix of the run's own.")
-
-        def again() -> bool:
-            try:
-                self.store.create(self.prefix + key, seal("probe", self.writer, b"twice", {}))
-            except AlreadyThere:
-                return False
-            return True
-
-        second = self._patiently(f"create {key} again", again)
+        second = self.create(key, "probe", b"twice")
         found = self.get(key)
         self.delete([key])
         if second or found is None or found.payload != payload:

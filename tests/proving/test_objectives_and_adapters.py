@@ -14,7 +14,6 @@ import earnest as en
 from earnest.adapters.cases import subjects
 from earnest.adapters.variant import get_variant
 from earnest.engines import AdamW, LocalEngine
-from earnest.engines.base import HiddenWanted, LogProbsWanted
 from earnest.objectives import GRPO, Objective
 from earnest.objectives.base import Signal, Term, Value
 from earnest.objectives.metrics import Mean
@@ -26,6 +25,7 @@ from earnest.proving.settings import rebuild
 from earnest.proving.step import _batch, _data, _unique_pairs
 from earnest.settings import setting
 from earnest.signals import Batch, Reference, Teacher
+from earnest.signals.scorer import HiddenWanted, LogProbsWanted
 from tests.engines.conftest import VOCABULARY, perturb, tiny_policy
 from tests.objectives.support import GROUPS, LENGTHS, PAIRS, ROLES, examples
 

@@ -10,7 +10,6 @@ from torch import Tensor
 
 import earnest as en
 from earnest.engines import AdamW, LocalEngine
-from earnest.engines.base import HiddenWanted
 from earnest.errors import SignalError
 from earnest.objectives import DPO, GRPO, SDPO, TAID, KLBarrier, Objective, ReferenceKL, TruncatedIS
 from earnest.signals import (
@@ -24,6 +23,7 @@ from earnest.signals import (
     with_reference,
     with_teacher,
 )
+from earnest.signals.scorer import HiddenWanted
 from tests.engines.conftest import perturb, tiny_policy
 
 PROMPTS = [[3, 4], [3, 4], [5, 6, 7]]

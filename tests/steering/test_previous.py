@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 import earnest as en
-from earnest.engines.base import HiddenWanted
 from earnest.errors import ConfigError, SignalError
 from earnest.objectives import SFT, KLBarrier, Objective, ReferenceKL
 from earnest.signals import EMATeacher, Hidden, with_reference, with_teacher
+from earnest.signals.scorer import HiddenWanted
 from tests.engines.conftest import perturb, tiny_policy
 
 PROMPTS = [[3, 4], [5, 6, 7]]

@@ -82,12 +82,10 @@ class TeacherConfig(Strict):
         """The teacher on this adapter, where the policy teaches itself."""
         from earnest.signals import BaseTeacher, EMATeacher, LiveTeacher, TrustRegionTeacher
 
-        assert not self.outside, "build_outside makes these"
+        mix = () if self.mix is None else (self.mix,)
         if self.kind == "ema":
-            return EMATeacher(adapter, rate=0.05 if self.mix is None else self.mix)
-        if self.kind == "trust_region":
-            return TrustRegionTeacher(mix=0.5 if self.mix is None else self.mix)
-        return LiveTeacher() if self.kind == "live" else BaseTeacher()
+            return EMATeacher(adapter, *mix)
+        return {"live": LiveTeacher, "base": BaseTeacher, "trust_region": TrustRegionTeacher}[self.kind](*mix)
 
     def build_outside(self, student: Any, objective: Objective, **how: Any) -> Any:
         """Another model as the teacher of ``student``; ``how`` goes to ``ModelTeacher.load``."""

@@ -16,24 +16,16 @@ import torch
 from torch import Tensor
 
 from earnest.adapters import Adapter
-from earnest.engines.reports import StepReport as StepReport
-from earnest.engines.reports import TermReport as TermReport
-from earnest.engines.reports import UpdateReport as UpdateReport
-from earnest.models.protocol import PolicyLike as PolicyLike
+from earnest.engines.reports import StepReport, UpdateReport
+from earnest.models.protocol import PolicyLike
 from earnest.models.sampling import SampleSpec
 from earnest.objectives.base import Objective, Term
 from earnest.objectives.needs import Need
 from earnest.objectives.view import Scalars
-from earnest.rollouts.rollout import Rollout as Rollout
+from earnest.rollouts.rollout import Rollout
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution
-from earnest.signals.scorer import AtIdsWanted as AtIdsWanted
-from earnest.signals.scorer import HiddenWanted as HiddenWanted
-from earnest.signals.scorer import LogitsWanted as LogitsWanted
-from earnest.signals.scorer import LogProbsWanted as LogProbsWanted
-from earnest.signals.scorer import TopKWanted as TopKWanted
-from earnest.signals.scorer import Wanted as Wanted
-from earnest.signals.scorer import Who as Who
+from earnest.signals.scorer import Wanted, Who
 
 if TYPE_CHECKING:
     from earnest.engines.local import LocalEngine

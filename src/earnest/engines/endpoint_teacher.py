@@ -77,7 +77,7 @@ class ServedTeacher:
 
     def teach(self, engine: Scorer, informed: Batch, own: Batch) -> tuple[TopK, Float[Tensor, " M"]]:
         """The server's top K and its exact log-prob of the target, at every active token of ``informed``."""
-        rows = [self._tokens(informed, r) for r in range(len(informed))]
+        rows = [informed.whole_row(r) for r in range(len(informed))]
         with ThreadPoolExecutor(AT_ONCE) as pool:
             scored = list(pool.map(self.scores, rows))
         vocabulary = engine.policy.head.weight.shape[0]
@@ -94,10 +94,6 @@ class ServedTeacher:
         tail = torch.full((len(ids),), -math.inf).double() if whole else tail_of(logprobs)
         top_k = TopK(torch.tensor(ids, device=device), logprobs.float().to(device), tail.float().to(device))
         return top_k, torch.tensor(exact, device=device).clamp(max=0)
-
-    def _tokens(self, batch: Batch, row: int) -> list[int]:
-        size = batch.lengths[row]
-        return [*batch.inputs[row, :size].tolist(), int(batch.targets[row, size - 1])]
 
     def _entry(
         self, found: Mapping[str, Any] | None, target: int, vocabulary: int

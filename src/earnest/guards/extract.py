@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest.engines.base import LogProbsWanted
 from earnest.engines.local import LocalEngine
 from earnest.guards.assemble import assemble
 from earnest.guards.directions import Directions
@@ -28,6 +27,7 @@ from earnest.guards.errors import GuardError
 from earnest.models.replies import reply_tokens
 from earnest.objectives.base import Objective, Term
 from earnest.signals.batch import Batch
+from earnest.signals.scorer import LogProbsWanted
 
 Message = Mapping[str, Any]
 

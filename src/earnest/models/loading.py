@@ -25,6 +25,7 @@ from earnest.models.speech import Speech
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16", "int8", "nf4"]
 _log = logging.getLogger("earnest.models")
+_LOCAL: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
 
 _ONE_AT_A_TIME = threading.RLock()
 """While transformers loads, torch's default dtype and the level of the logs are those of the whole process."""
@@ -54,15 +55,9 @@ def load(
 
     try:
         with _ONE_AT_A_TIME, quiet():
-            model, info = AutoModelForCausalLM.from_pretrained(
-                str(folder),
-                dtype="auto" if precision is None else precision,
-                use_safetensors=True,
-                trust_remote_code=False,
-                local_files_only=True,
-                output_loading_info=True,
-            )
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            how = {"dtype": precision or "auto", "use_safetensors": True, "output_loading_info": True}
+            model, info = AutoModelForCausalLM.from_pretrained(str(folder), **how, **_LOCAL)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **_LOCAL)
     except EarnestError:
         raise
     except Exception as error:
@@ -96,7 +91,7 @@ def load_text(name: str | os.PathLike[str], say: Callable[[str], None] | None = 
         with _ONE_AT_A_TIME, quiet():
             from transformers import AutoTokenizer, GenerationConfig
 
-            tokenizer = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            tokenizer = AutoTokenizer.from_pretrained(str(folder), **_LOCAL)
             generation = (folder / "generation_config.json").is_file() and GenerationConfig.from_pretrained(str(folder))
     except Exception as error:
         raise UnusableModel(f"The tokenizer in {folder} cannot be loaded: {_sentence(error)}") from error
@@ -116,7 +111,7 @@ def load_config(name: str | os.PathLike[str], say: Callable[[str], None] | None 
 
     try:
         with quiet():
-            return AutoConfig.from_pretrained(str(folder), trust_remote_code=False, local_files_only=True)
+            return AutoConfig.from_pretrained(str(folder), **_LOCAL)
     except Exception as error:
         raise UnusableModel(f"The config in {folder} cannot be read: {_sentence(error)}") from error
 

@@ -155,7 +155,11 @@ class Term(Checked, Summand):
     def idle(self, batch: Batch) -> str | None:
         """Why this batch legitimately has no token for the term (such as no failed row for a term of failed rows), or
         None."""
-        return self.unfound(batch)
+        return None if bool(self.tokens(batch).any()) else self.unfound(batch) or self.empty()
+
+    def empty(self) -> str | None:
+        """Why a batch that has rows of its roles may have no token for it; None: that is an error."""
+        return None
 
     def unfound(self, batch: Batch) -> str | None:
         """A sentence if its rows were looked for and not found, else None. Rows not looked for are an error (check)."""

@@ -122,14 +122,8 @@ class SDPO(Distill):
         taught, taken = covered(batch), routed(batch, self.route)
         return taught if taken is None else taught & taken
 
-    def idle(self, batch: Batch) -> str | None:
-        if bool(self.tokens(batch).any()):
-            return None
-        return (
-            super().idle(batch)
-            if self.route == "all"
-            else self.unfound(batch) or f"no {self.route} rollout has a teacher"
-        )
+    def empty(self) -> str | None:
+        return super().empty() if self.route == "all" else f"no {self.route} rollout has a teacher"
 
     def evaluate(self, view: View) -> Value:
         found = self.per_token(view)

@@ -46,10 +46,8 @@ class PolicyGradient(LogProbTerm):
     def selects(self, batch: Batch) -> Bool[Tensor, " N"] | None:
         return routed(batch, self.route)
 
-    def idle(self, batch: Batch) -> str | None:
-        if self.route == "all" or bool(self.tokens(batch).any()):
-            return self.unfound(batch)
-        return self.unfound(batch) or f"no rollout is {self.route}"
+    def empty(self) -> str | None:
+        return None if self.route == "all" else f"no rollout is {self.route}"
 
     def common_metrics(self, view: View) -> dict[str, Metric]:
         return {"advantage_zero": Mean.of(view.advantages == 0), "tokens": Sum(float(len(view)))}

@@ -71,10 +71,8 @@ class TeacherTerm(Term):
     def selects(self, batch: Batch) -> Bool[Tensor, " N"]:
         return covered(batch)
 
-    def idle(self, batch: Batch) -> str | None:
-        return (
-            None if bool(self.tokens(batch).any()) else self.unfound(batch) or "the teacher covers none of its tokens"
-        )
+    def empty(self) -> str | None:
+        return "the teacher covers none of its tokens"
 
     def divergence(self, batch: Batch, alpha: float, normalised: bool = False) -> Divergence:
         """The need on this term's support."""

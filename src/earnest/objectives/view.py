@@ -98,8 +98,7 @@ class View:
                     "reads."
                 )
             values = field.values[mine]
-        self._check_values(need, values.detach())
-        return values if values.dtype == torch.float64 else values.float()  # bf16 is too coarse for sums
+        return self._checked(need, values)
 
     def field(self, need: Need) -> Field:
         if need not in self.scalars:
@@ -113,16 +112,16 @@ class View:
             raise SignalError(
                 f"{self.label}: {need} must have shape [L], one value per adapted module, got {list(values.shape)}."
             )
-        self._check_values(need, values.detach())
-        return values if values.dtype == torch.float64 else values.float()
+        return self._checked(need, values)
 
-    def _check_values(self, need: Need, values: Tensor) -> None:
+    def _checked(self, need: Need, values: Tensor) -> Tensor:
         if not bool(torch.isfinite(values).all()):
             raise SignalError(
                 f"{self.label}: {need} has {int((~torch.isfinite(values)).sum())} values that are not finite."
             )
         if isinstance(need, LogProb):
-            check_logprobs(f"{self.label}: {need}", values)
+            check_logprobs(f"{self.label}: {need}", values.detach())
+        return values if values.dtype == torch.float64 else values.float()  # bf16 is too coarse for sums
 
     def computed(self, needs: Iterable[Need]) -> tuple[str | None, str | None]:
         """(the divergences among these needs, how they were computed), as the functions that computed them describe

@@ -279,10 +279,8 @@ def _places(batch: Batch, made: Conversations) -> list[_Turn | None]:
 
 def _begins(batch: Batch, row: int, turn: Rollout) -> bool:
     """Whether the row begins with the turn's prompt and tokens."""
-    length = batch.lengths[row]
-    whole = [*batch.inputs[row, :length].tolist(), int(batch.targets[row, length - 1])]
     own = [*turn.prompt, *turn.tokens]
-    return whole[: len(own)] == own
+    return batch.whole_row(row)[: len(own)] == own
 
 
 def _changed(made: Conversations, change: Callable[[Segment, bool], Segment]) -> Conversations:

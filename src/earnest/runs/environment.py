@@ -14,17 +14,8 @@ from earnest.models.policy import Policy
 from earnest.models.protocol import PolicyLike
 from earnest.version import __version__
 
-PACKAGES = (
-    "torch",
-    "transformers",
-    "tokenizers",
-    "safetensors",
-    "numpy",
-    "pydantic",
-    "peft",
-    "reasoning-gym",
-    "verifiers",
-)
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "pydantic")
+OPTIONAL = ("peft", "reasoning-gym", "verifiers")
 
 
 def describe(policy: PolicyLike) -> dict[str, Any]:
@@ -41,7 +32,7 @@ def describe(policy: PolicyLike) -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "model": policy.describe(),
         "base": policy.fingerprint(),
-        "packages": {name: version for name in PACKAGES if (version := _version(name)) is not None},
+        "packages": {name: version for name in (*PACKAGES, *OPTIONAL) if (version := _version(name)) is not None},
         "git": _git(),
     }
 

@@ -45,14 +45,5 @@ def write(run: Path, verdict: Verdict, step: int, seconds: float) -> None:
         for f in verdict.findings
         if f.outcome != "not applicable"
     ]
-    left_out = len(verdict.findings) - len(checks)
-    write_json(
-        run / NAME,
-        {
-            "holds": verdict.holds,
-            "step": step,
-            "seconds": round(seconds, 3),
-            "not_applicable": left_out,
-            "checks": checks,
-        },
-    )
+    record = {"holds": verdict.holds, "step": step, "seconds": round(seconds, 3)}
+    write_json(run / NAME, record | {"not_applicable": len(verdict.findings) - len(checks), "checks": checks})

@@ -234,6 +234,11 @@ class Batch:
             raise SignalError(f"expected one value for each of {len(self)} rows, got shape {tuple(values.shape)}.")
         return values[self.row]
 
+    def whole_row(self, row: int) -> list[int]:
+        """All tokens of a row: its inputs and its last target."""
+        size = self.lengths[row]
+        return [*self.inputs[row, :size].tolist(), int(self.targets[row, size - 1])]
+
     def tensors(self) -> list[Tensor]:
         """The targets, and the signals that are plain tensors."""
         found = [self.targets, *(self.find(signal) for signal in CHECKED)]

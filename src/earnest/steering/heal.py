@@ -18,8 +18,8 @@ import torch
 from earnest.adapters import Adapter, attach
 from earnest.adapters.variant import Variant
 from earnest.engines import LocalEngine
-from earnest.engines.base import StepReport
 from earnest.engines.optimizers import AdamW, Optimizer
+from earnest.engines.reports import StepReport
 from earnest.errors import EarnestError
 from earnest.models.policy import Policy
 from earnest.objectives import SFT, KLBarrier, Objective, SpectralCap

@@ -23,11 +23,12 @@ from torch import Tensor
 from earnest.adapters import Adapter
 from earnest.adapters.linalg import gathered
 from earnest.adapters.whole import write_merged
-from earnest.engines.base import LogProbsWanted, Rollout, Who
 from earnest.engines.local import LocalEngine
 from earnest.errors import ConfigError, SamplingError
 from earnest.models import Policy, SampleSpec
+from earnest.rollouts.rollout import Rollout
 from earnest.signals import Batch
+from earnest.signals.scorer import LogProbsWanted, Who
 
 
 class SamplerLost(SamplingError):

@@ -21,10 +21,10 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-from earnest.engines.base import Rollout
 from earnest.engines.local import LocalEngine
 from earnest.errors import EarnestError, SamplingError
 from earnest.models import SampleSpec
+from earnest.rollouts.rollout import Rollout
 from earnest.store import Bucket, StoreError
 from earnest.sync.base import SamplerEngine, Weights
 

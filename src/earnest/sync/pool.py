@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from earnest.engines.base import Rollout
 from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
 from earnest.rollouts.ledger import RolloutLedger
+from earnest.rollouts.rollout import Rollout
 from earnest.rollouts.trajectory import Trajectory
 from earnest.signals import Batch
 from earnest.sync.base import Sampler, SamplerLost, Weights, holding, logprobs, rows_batch

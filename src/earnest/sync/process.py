@@ -14,10 +14,10 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from earnest.engines.base import Rollout
 from earnest.engines.local import LocalEngine
 from earnest.errors import EarnestError, SamplingError
 from earnest.models import SampleSpec
+from earnest.rollouts.rollout import Rollout
 from earnest.sync.base import SamplerEngine, SamplerLost, Weights
 
 

@@ -13,10 +13,10 @@ from typing import Any
 
 from torch import Tensor
 
-from earnest.engines.base import Rollout
 from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
+from earnest.rollouts.rollout import Rollout
 from earnest.sync.base import SamplerEngine, SamplerLost, Weights
 from earnest.sync.cluster import connect
 

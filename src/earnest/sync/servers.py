@@ -10,9 +10,9 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from earnest.engines.base import Rollout
 from earnest.errors import SamplingError
 from earnest.models import SampleSpec
+from earnest.rollouts.rollout import Rollout
 from earnest.seeds import derive
 from earnest.sync.base import SamplerLost, Weights
 from earnest.sync.server import Choice, RequestRefused, Server

@@ -69,7 +69,7 @@ def text_of(batch: Batch, row: int) -> list[int]:
     following = torch.cat([inputs[1:], targets[-1:]])
     if not torch.equal(following[at], targets[at]):
         raise SignalError(f"row {row}: its targets are not its next tokens, so no text has these log-probs.")
-    return [*inputs.tolist(), int(targets[-1])]
+    return batch.whole_row(row)
 
 
 def _cells(batch: Batch, row: int, ids: Int[Tensor, "N K"]) -> Int[Tensor, "n K"]:

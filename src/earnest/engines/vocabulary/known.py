@@ -18,9 +18,9 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from earnest.engines.vocabulary import formulas, sampled
-from earnest.engines.vocabulary.support import VocabularyComparison, compare, cut_to, name_of
+from earnest.engines.vocabulary.support import VocabularyComparison, compare, cut_to, mass_metrics, name_of
 from earnest.errors import ObjectiveError, SignalError
-from earnest.objectives.metrics import Mean, Metric
+from earnest.objectives.metrics import Mean
 from earnest.objectives.needs import Divergence
 from earnest.objectives.view import Field
 from earnest.signals.distributions import ScoredAt, TopK
@@ -61,8 +61,9 @@ def exact(need: Divergence, student: Float[Tensor, "M K"], source: TopK, at: Int
     ours = TopK(source.ids, own.clamp(max=0), tail_of(own))
     weights = sampled.target_weights(ours, theirs, need)
     found = _compare(ours, theirs, need)
+    masses = mass_metrics(found.student_mass, found.teacher_mass)
     moved = (weights * (student - student.detach())).sum(-1)
-    return Field(found.value - moved, at, f"{found.ran} [(N,K) weights]", _metrics(found), found.ran, "exact")
+    return Field(found.value - moved, at, f"{found.ran} [(N,K) weights]", masses, found.ran, "exact")
 
 
 def tail_floor() -> float:
@@ -122,9 +123,3 @@ def estimate(need: Divergence, logprob: Float[Tensor, " M"], sides: AtToken, at:
     values = value - advantage * (logprob - logprob.detach())
     described = f"{name}{where}"
     return Field(values, at, f"sampled {described} [one advantage per token]", metrics, described, "sampled")
-
-
-def _metrics(found: VocabularyComparison) -> dict[str, Metric]:
-    if found.student_mass is None or found.teacher_mass is None:
-        return {}
-    return {"covered_mass": Mean.of(found.student_mass), "covered_mass_source": Mean.of(found.teacher_mass)}

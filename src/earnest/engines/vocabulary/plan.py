@@ -10,9 +10,10 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from earnest.engines.vocabulary.formulas import tail_error_bound
+from earnest.engines.vocabulary.support import mass_metrics
 from earnest.errors import ObjectiveError, SignalError
 from earnest.models.head import HeadSpec
-from earnest.objectives.metrics import Max, Mean, Metric
+from earnest.objectives.metrics import Max, Metric
 from earnest.objectives.needs import DistributionSource, Divergence, Entropy, LogProb, Need, SourceEntropy, SpectralNorm
 from earnest.signals.batch import Batch
 from earnest.signals.distributions import Distribution, FullLogits, Hidden, ScoredAt, TopK
@@ -43,10 +44,7 @@ class Plan:
 
     def metrics(self, need: TokenNeed, student_mass: Tensor | None, teacher_mass: Tensor | None) -> dict[str, Metric]:
         """The mass of both distributions that a top-K support covers, and a bound on a received tail's error."""
-        found: dict[str, Metric] = {}
-        if student_mass is not None and teacher_mass is not None:
-            found["covered_mass"] = Mean.of(student_mass)
-            found["covered_mass_source"] = Mean.of(teacher_mass)
+        found = mass_metrics(student_mass, teacher_mass)
         if (
             isinstance(need, Divergence)
             and isinstance(top := self.sources[need.source].distribution, TopK)

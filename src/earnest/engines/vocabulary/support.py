@@ -20,6 +20,7 @@ from torch import Tensor
 
 from earnest.engines.vocabulary import formulas
 from earnest.engines.vocabulary.scratch import FRESH, Scratch
+from earnest.objectives.metrics import Mean, Metric
 from earnest.objectives.needs import Divergence
 from earnest.signals.distributions import TopK
 
@@ -121,6 +122,13 @@ def on_support(
     tail_name = "" if need.tail == "unnormalised" else f", {need.tail}"
     ran = f"topk_{name} on the {need.support}'s top {ids.shape[1]}{tail_name}{blend_name}"
     return VocabularyComparison(value, ran, slopes, ids, tail, student_mass, teacher_mass)
+
+
+def mass_metrics(student: Tensor | None, teacher: Tensor | None) -> dict[str, Metric]:
+    """The mean mass of both sides that a top-K support covers; nothing for the whole vocabulary."""
+    if student is None or teacher is None:
+        return {}
+    return {"covered_mass": Mean.of(student), "covered_mass_source": Mean.of(teacher)}
 
 
 def _blend_name(need: Divergence) -> str:
