@@ -101,7 +101,7 @@ class Ema(Subject, name="moving average"):
 
     @staticmethod
     def _run(update: Average, old: Tensor, new: Tensor, rate: float, calls: int = 1) -> tuple[Average, Tensor]:
-        """A copy of the update after so many calls, and the average that they leave."""
+        """A copy of the update after ``calls`` calls, and the average that they leave."""
         update, average = copied(update), old.clone()
         with seeded(0):
             for _ in range(calls):
