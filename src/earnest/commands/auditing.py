@@ -12,6 +12,7 @@ from rich.console import Console
 
 from earnest.commands.common import Overrides
 from earnest.errors import EarnestError
+from earnest_audit.command import report, script_verdict
 
 if TYPE_CHECKING:
     from earnest_audit import Verdict
@@ -58,10 +59,10 @@ def audit(
         found = _sampler_verdict(overrides or [], model, folder, key)
     elif ":" in recipe:
         found = _grader_verdict(recipe, overrides or [])
+    elif recipe.endswith(".py"):
+        found = script_verdict(Path(recipe), overrides or [], quick=quick)
     else:
-        found = (_script_verdict if recipe.endswith(".py") else _recipe_verdict)(recipe, overrides or [], quick)
-    from earnest_audit.command import report
-
+        found = _recipe_verdict(recipe, overrides or [], quick)
     files = {"junit": junit, "sarif": sarif, "markdown": markdown}
     raise typer.Exit(report(found, as_json=as_json, files=files))
 
@@ -107,12 +108,6 @@ def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
     from earnest.config import from_mapping
 
     return runs.check(from_mapping(data, overrides), progress, quick=quick)
-
-
-def _script_verdict(path: str, arguments: list[str], quick: bool) -> Verdict:
-    from earnest_audit.command import script_verdict
-
-    return script_verdict(Path(path), arguments, quick=quick)
 
 
 def _score_tests(tests: Path, source: Path | None, limit: int | None, out: Path | None, as_json: bool) -> int:

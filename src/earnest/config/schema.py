@@ -236,11 +236,6 @@ def _absolute_code(text: str) -> str:
     return plugins.absolute(text) if "\n" not in text else text
 
 
-def _empty() -> Any:
-    """A mapping without keys; validation fills in the defaults."""
-    return {}
-
-
 class RunConfig(LoopConfig):
     """A whole run."""
 
@@ -278,7 +273,7 @@ class RunConfig(LoopConfig):
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     guard: GuardConfig | None = Field(None, description="what must not be learned; none: no guard")
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    optimizer: OptimizerConfig = Field(default_factory=_empty, validate_default=True)
+    optimizer: OptimizerConfig = Field(default_factory=dict, validate_default=True)  # type: ignore[arg-type]
     sampler: SamplerConfig | None = Field(
         None, description="the URL of a server or bucket that samples; none: this process samples"
     )

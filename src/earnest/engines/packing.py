@@ -137,7 +137,8 @@ class Packer:
             length = _length(bins)
             made.append(self._block(bins, length, ids, ends, starts, paths, batch.device))
             starts += len(bins) * length
-        place = np.concatenate([paths[r][p] for r, p in _positions(batch)])
+        active = np.split(batch.position.cpu().numpy(), np.cumsum(batch.sizes)[:-1])  # by row
+        place = np.concatenate([paths[r][own] for r, own in enumerate(active) if len(own)])
         used = sum(t.size for t in trees)
         return Packed(tuple(made), torch.from_numpy(place).to(batch.device), starts, starts - used)
 
@@ -181,13 +182,6 @@ def _rows(batch: Batch) -> tuple[np.ndarray, list[int]]:
     active = batch.active.cpu().numpy()
     np.maximum.at(ends, active[:, 0], active[:, 1] + 1)
     return batch.inputs.cpu().numpy(), ends.tolist()
-
-
-def _positions(batch: Batch) -> list[tuple[int, np.ndarray]]:
-    """(row, positions of its active tokens) for every row that has some, in the batch's order."""
-    active = batch.active.cpu().numpy()
-    cuts = np.cumsum(batch.sizes)[:-1]
-    return [(r, own) for r, own in enumerate(np.split(active[:, 1], cuts)) if len(own)]
 
 
 def _common(a: np.ndarray, b: np.ndarray) -> int:

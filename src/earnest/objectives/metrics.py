@@ -34,32 +34,24 @@ class Mean:
 class Sum:
     """A count or a total."""
 
-    total: float
+    value: float
 
     def merge(self, other: Sum) -> Sum:
-        return Sum(self.total + other.total)
-
-    @property
-    def value(self) -> float:
-        return self.total
+        return Sum(self.value + other.value)
 
 
 @dataclass(frozen=True)
 class Max:
     """The largest value."""
 
-    peak: float
+    value: float
 
     @classmethod
     def of(cls, values: Tensor) -> Max:
         return cls(float(values.detach().max()) if values.numel() else float("-inf"))
 
     def merge(self, other: Max) -> Max:
-        return Max(max(self.peak, other.peak))
-
-    @property
-    def value(self) -> float:
-        return self.peak
+        return Max(max(self.value, other.value))
 
 
 Metric = Mean | Sum | Max

@@ -57,7 +57,8 @@ class RunFolder:
         if lock is None:
             raise CheckpointError(f"{path} is in use by another process; wait for it, or choose another out=DIR.")
         self._lock = lock
-        self.metrics = JsonLines(path / "metrics.jsonl", _metrics_line)
+        kinds = {"step": StepRecord, "eval": EvalRecord}
+        self.metrics = JsonLines(path / "metrics.jsonl", lambda line: written(kinds[line["kind"]], line))
         self.samples = JsonLines(path / "samples.jsonl", lambda line: written(SampleRecord, line))
         self.rollouts: JsonLines | None = None
         if (path / ROLLOUTS).exists():
@@ -133,10 +134,6 @@ class RunFolder:
         for lines in self._lines():
             lines.close()
         self._lock.release()
-
-
-def _metrics_line(line: Mapping[str, Any]) -> dict[str, Any]:
-    return written(StepRecord if line["kind"] == "step" else EvalRecord, line)
 
 
 def read_json(path: Path) -> dict[str, Any]:

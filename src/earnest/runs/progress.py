@@ -63,7 +63,8 @@ def facts(line: dict[str, Any]) -> str:
     share of groups without spread, entropy in nats per token, trained tokens per second. Missing ones are left out."""
     if not line["terms"]:
         return "no update (idle)"
-    losses = [f"{label} {_number(t['loss'])}" for label, t in line["terms"].items() if not t.get("surrogate")]
+    shown = {label: t["loss"] for label, t in line["terms"].items() if not t.get("surrogate")}
+    losses = [f"{label} ?" if loss is None else f"{label} {loss:+.4f}" for label, loss in shown.items()]
     metrics, seconds = line["metrics"], sum(line["seconds"].values())
     gradient, flat, entropy = line["grad_norm"], metrics.get("groups_without_spread"), metrics.get("entropy")
     return "  ".join(
@@ -102,10 +103,6 @@ def _result_text(line: dict[str, Any]) -> str:
     more = line["metrics"].get("heldout/perplexity")
     more = "" if more is None else f", perplexity {more:.3f}"
     return f"held-out {measure} {result}{more} ({line['prompts']} rows)"
-
-
-def _number(value: float | None) -> str:
-    return "?" if value is None else f"{value:+.4f}"
 
 
 class Bars:

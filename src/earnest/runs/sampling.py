@@ -6,7 +6,6 @@ import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from pydantic import Field
@@ -25,9 +24,6 @@ from earnest.sync import bucket as buckets
 from earnest.sync.pool import SamplerPool
 from earnest.tasks import Environment, Task, get_task
 from earnest_audit import Verdict
-
-if TYPE_CHECKING:
-    from earnest.sync.base import Sampler
 
 PROBES = 4
 """Held-out prompts whose tokens are the probe."""
@@ -55,14 +51,13 @@ def samplers_of(
     rows = [list(policy.render(p.messages)) for p in task.prompts("heldout", PROBES, 0)]
     if engine.mesh.rank:
         return SamplerPool(engine, rows, [])
+    pool = partial(SamplerPool, engine, rows, staleness=wanted.staleness, partial=wanted.partial)
+    make = partial(sampling_engine, dump(config))
     if config.sampling.workers:
         from earnest.sync import ray
 
-        count = config.sampling.workers
-        say(f"starting {count} samplers on Ray")
-        gpus = 1.0 if policy.device.type == "cuda" else 0.0
-        members, close = ray.start(count, partial(sampling_engine, dump(config)), gpus)
-        return SamplerPool(engine, rows, members, close, staleness=wanted.staleness, partial=wanted.partial)
+        say(f"starting {config.sampling.workers} samplers on Ray")
+        return pool(*ray.start(config.sampling.workers, make, 1.0 if policy.device.type == "cuda" else 0.0))
     if wanted.port is not None:
         from earnest.sync.own_server import OwnServer
         from earnest.sync.server import Server
@@ -71,15 +66,12 @@ def samplers_of(
         settings = {"model": config.model, "device": config.device, "dtype": config.dtype, "threads": config.threads}
         own = OwnServer(settings | {"port": wanted.port, "adapters": (), "max_waiting": MOST_WAITING})
         say(f"sampling at {own.url}; other programs find the newest weights there as the model `pushed`")
-        member = ServerSampler(Server(own.url, timeout=wanted.timeout))
-        return SamplerPool(engine, rows, [member], own.close, staleness=wanted.staleness, partial=wanted.partial)
+        return pool([ServerSampler(Server(own.url, timeout=wanted.timeout))], own.close)
     if wanted.url is None:
         from earnest.sync.process import ProcessSampler
 
         say(f"starting {wanted.count} sampler processes")
-        make = partial(sampling_engine, dump(config))
-        local = [ProcessSampler(i, make) for i in range(wanted.count)]
-        return SamplerPool(engine, rows, local, staleness=wanted.staleness, partial=wanted.partial)
+        return pool([ProcessSampler(i, make) for i in range(wanted.count)])
     say(f"looking for the sampler at {wanted.url}")
     if wanted.url.startswith(("http://", "https://")):
         from earnest.sync.server import Server
@@ -87,12 +79,11 @@ def samplers_of(
 
         secret = os.environ.get(wanted.key, "").strip()
         server = Server(wanted.url, folder=wanted.folder, key=wanted.key, secret=secret, timeout=wanted.timeout)
-        return SamplerPool(engine, rows, [ServerSampler(server)], staleness=wanted.staleness, partial=wanted.partial)
+        return pool([ServerSampler(server)])
     bucket = Bucket.open(wanted.url, writer="trainer")
     bucket.probe()
     put_config(bucket, dump(config))
-    processes: list[Sampler] = [buckets.BucketSampler(bucket, i, wanted.timeout) for i in range(wanted.count)]
-    return SamplerPool(engine, rows, processes, staleness=wanted.staleness, partial=wanted.partial)
+    return pool([buckets.BucketSampler(bucket, i, wanted.timeout) for i in range(wanted.count)])
 
 
 class AuditSettings(Strict):
