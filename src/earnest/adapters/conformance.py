@@ -16,14 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest.adapters.attach import attach
-from earnest.adapters.cases import DTYPES as DTYPES
-from earnest.adapters.cases import MODELS as MODELS
-from earnest.adapters.cases import SUBJECTS as SUBJECTS
-from earnest.adapters.cases import Broken as Broken
-from earnest.adapters.cases import Case as Case
-from earnest.adapters.cases import first_linear as first_linear
-from earnest.adapters.cases import need as need
-from earnest.adapters.cases import perturb as perturb
+from earnest.adapters.cases import DTYPES, MODELS, SUBJECTS, Broken, Case, first_linear, need, perturb
 from earnest.adapters.cases import subjects as subjects
 from earnest.adapters.cases import tiny_gpt2 as tiny_gpt2
 from earnest.adapters.cases import tiny_llama as tiny_llama

@@ -63,10 +63,9 @@ class QuantisedLinear(nn.Module):
         """The number of weights."""
         return self.in_features * self.out_features
 
-    def dequantised(self, dtype: torch.dtype | None = None) -> Float[Tensor, "m n"]:
+    def dequantised(self) -> Float[Tensor, "m n"]:
         """The dequantised W with which the layer computes."""
-        shape = (self.out_features, self.in_features)
-        return _dequantised(self.codes, self.scale, shape, dtype or self.compute_dtype)
+        return _dequantised(self.codes, self.scale, (self.out_features, self.in_features), self.compute_dtype)
 
     def forward(self, input: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
         shape = (self.out_features, self.in_features)

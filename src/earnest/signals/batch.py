@@ -26,8 +26,7 @@ from torch import Tensor
 
 from earnest.errors import SignalError
 from earnest.signals.distributions import check_logprobs, derived
-from earnest.signals.sources import Reference as Reference
-from earnest.signals.sources import Teacher as Teacher
+from earnest.signals.sources import Reference, Teacher
 
 Role = Literal["rollout", "chosen", "rejected", "demonstration"]
 ROLES: tuple[Role, ...] = get_args(Role)
