@@ -273,7 +273,7 @@ class RunConfig(LoopConfig):
     teacher: TeacherConfig = Field(default_factory=TeacherConfig)
     guard: GuardConfig | None = Field(None, description="what must not be learned; none: no guard")
     engine: EngineConfig = Field(default_factory=EngineConfig)
-    optimizer: OptimizerConfig = Field(default_factory=dict, validate_default=True)  # type: ignore[arg-type]
+    optimizer: OptimizerConfig = Field(default_factory=dict, validate_default=True)
     sampler: SamplerConfig | None = Field(
         None, description="the URL of a server or bucket that samples; none: this process samples"
     )

@@ -57,7 +57,7 @@ class RunFolder:
         if lock is None:
             raise CheckpointError(f"{path} is in use by another process; wait for it, or choose another out=DIR.")
         self._lock = lock
-        kinds = {"step": StepRecord, "eval": EvalRecord}
+        kinds: dict[str, Any] = {"step": StepRecord, "eval": EvalRecord}
         self.metrics = JsonLines(path / "metrics.jsonl", lambda line: written(kinds[line["kind"]], line))
         self.samples = JsonLines(path / "samples.jsonl", lambda line: written(SampleRecord, line))
         self.rollouts: JsonLines | None = None
