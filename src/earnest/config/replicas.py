@@ -66,12 +66,13 @@ class SyncConfig(Strict):
     @model_validator(mode="after")
     def _agree(self) -> SyncConfig:
         averaged = ("fragments", "delay", "alpha", "lr", "momentum", "nesterov", "max_norm", "feedback")
-        exchanged = (*(["wire"] if self.wire != "fp32" else []), "density", "feedback", "grace", "max_norm", "signers")
+        exchanged = ("wire", "density", "feedback", "grace", "max_norm", "signers", "groups")
         for used, why, keys in (
             (self.algorithm == "local_sgd", "algorithm: local_sgd", averaged),
-            (self.lighthouse is not None, "lighthouse", (*exchanged, "groups")),
+            (self.lighthouse is not None, "lighthouse", exchanged),
         ):
-            if used and (given := self.changed(*keys)):
+            given = [key for key in self.changed(*keys) if key != "wire" or self.wire != "fp32"]
+            if used and given:
                 raise ConfigError(f"{given[0]} has no meaning with {why}; leave it out")
         bad = [key for key in self.signers or () if not re.fullmatch(r"[0-9a-f]{64}", key)]
         if bad:

@@ -226,7 +226,8 @@ class TrainingLoop:
         """Write the line of a step or an evaluation, show it, and warn if a condition of the watch is true of the last
         lines. The best evaluation so far gets a checkpoint."""
         evaluation = line["kind"] == "eval"
-        self.evaluations += [line] if evaluation else []
+        if evaluation:
+            self.evaluations.append(line)
         self.run.metrics.append(line)
         for logger in self.loggers:
             logger.log(line)
