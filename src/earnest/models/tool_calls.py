@@ -25,8 +25,10 @@ from earnest.errors import ConfigError
 if TYPE_CHECKING:
     from earnest.models.protocol import PolicyLike  # imports torch, which a server does after it listens
 
+_NEVER = r"(?!)"  # matches nothing: the prompt's text is not read, because only Hermes' may hold the start of an answer
 _REASONING = {"open": "<think>", "close": "</think>"}
-_TEXT = {"content_args": {"strip": False}}
+_COMMON: dict[str, dict[str, Any]] = {"tool_calls": {"repeats": True}, "content": {"content_args": {"strip": False}}}
+"""What these fields have in every format."""
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,15 @@ class ToolFormat:
     marks: tuple[str, ...]
     example: str
     fields: Mapping[str, Mapping[str, Any]]
-    start: str
+    start: str = _NEVER
 
     @cached_property
     def template(self) -> dict[str, Any]:
-        fields = {name: {"content": "text", **spec} for name, spec in self.fields.items()}
+        every = {**self.fields, "content": self.fields.get("content", {})}
+        fields = {name: {"content": "text", **_COMMON.get(name, {}), **spec} for name, spec in every.items()}
         return {"defaults": {"role": "assistant"}, "start_anchor_pattern": self.start, "fields": fields}
 
 
-_NEVER = r"(?!)"  # matches nothing: the prompt's text is not read, because only Hermes' may hold the start of an answer
 FORMATS: tuple[ToolFormat, ...] = (
     ToolFormat(
         "harmony",
@@ -64,16 +66,13 @@ FORMATS: tuple[ToolFormat, ...] = (
                 "open_pattern": r"(?:<\|start\|>assistant)?(?:<\|channel\|>commentary)?\s?to=functions\."
                 r"(?P<name>[\w.-]+)(?:[^{]*?)<\|message\|>",
                 "close": ["<|call|>", "<|end|>"],
-                "repeats": True,
                 "transform": {"name": "{name}", "content": "{content}"},
             },
             "content": {
                 "open_pattern": r"(?:<\|start\|>assistant)?<\|channel\|>(?:final|commentary)<\|message\|>",
                 "close": ["<|return|>", "<|end|>"],
-                **_TEXT,
             },
         },
-        _NEVER,
     ),
     ToolFormat(
         "gemma",
@@ -81,31 +80,24 @@ FORMATS: tuple[ToolFormat, ...] = (
         "<|tool_call>call:NAME{ARGUMENT:VALUE}<tool_call|>",
         {
             "reasoning_content": {"open": "<|channel>thought\n", "close": "<channel|>"},
-            "tool_calls": {"open_pattern": r"\s*<\|tool_call>", "close": "<tool_call|>", "repeats": True},
-            "content": {"close": ["<turn|>", "<|tool_response>"], **_TEXT},
+            "tool_calls": {"open_pattern": r"\s*<\|tool_call>", "close": "<tool_call|>"},
+            "content": {"close": ["<turn|>", "<|tool_response>"]},
         },
-        _NEVER,
     ),
     ToolFormat(
         "function-gemma",
         ("<start_function_call>",),
         "<start_function_call>call:NAME{ARGUMENT:VALUE}<end_function_call>",
         {
-            "tool_calls": {
-                "open_pattern": r"\s*<start_function_call>",
-                "close": "<end_function_call>",
-                "repeats": True,
-            },
-            "content": {"close": ["<start_function_response>", "<end_of_turn>"], **_TEXT},
+            "tool_calls": {"open_pattern": r"\s*<start_function_call>", "close": "<end_function_call>"},
+            "content": {"close": ["<start_function_response>", "<end_of_turn>"]},
         },
-        _NEVER,
     ),
     ToolFormat(
         "mistral",
         ("[TOOL_CALLS]",),
         '[TOOL_CALLS][{"name": NAME, "arguments": {"ARGUMENT": VALUE}}]',
-        {"tool_calls": {"open_pattern": r"\s*\[TOOL_CALLS\]", "repeats": True}, "content": _TEXT},
-        _NEVER,
+        {"tool_calls": {"open_pattern": r"\s*\[TOOL_CALLS\]"}},
     ),
     ToolFormat(
         "glm",
@@ -113,8 +105,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         "<tool_call>NAME<arg_key>ARGUMENT</arg_key><arg_value>VALUE</arg_value></tool_call>",
         {
             "reasoning_content": _REASONING,
-            "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True},
-            "content": _TEXT,
+            "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
         },
         r"<\|assistant\|>",
     ),
@@ -124,8 +115,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         '<tool_call>{"name": NAME, "arguments": {"ARGUMENT": VALUE}}</tool_call>',
         {
             "reasoning_content": _REASONING,
-            "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>", "repeats": True},
-            "content": _TEXT,
+            "tool_calls": {"open_pattern": r"\s*<tool_call>", "close": "</tool_call>"},
         },
         r"<\|im_start\|>assistant\n",
     ),
@@ -133,14 +123,7 @@ FORMATS: tuple[ToolFormat, ...] = (
         "llama",
         ("<|start_header_id|>", '"parameters": '),
         '{"name": NAME, "parameters": {"ARGUMENT": VALUE}}',
-        {
-            "tool_calls": {
-                "open_pattern": r'<\|python_tag\|>|\A\s*(?=\{\s*"(?:name|type|parameters)"\s*:)',
-                "repeats": True,
-            },
-            "content": _TEXT,
-        },
-        _NEVER,
+        {"tool_calls": {"open_pattern": r'<\|python_tag\|>|\A\s*(?=\{\s*"(?:name|type|parameters)"\s*:)'}},
     ),
 )
 
