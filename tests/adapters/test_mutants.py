@@ -306,8 +306,8 @@ RUNTIME_MUTANTS = {
         adapter_module, "unmerge_layer", _no_restore, "merging", "after unmerging|restore the"
     ),
     "a lenient load": M(adapter_module.Adapter, "load_state_dict", _lenient, "strictness", "was loaded"),
-    "detach leaves the slot": M(adapter_module, "uninstall", _leaky_uninstall, "detaching", "does not restore modules"),
-    "detach replaces another's hook": M(adapter_module, "uninstall", _steals_hooks, "detaching", "removes another's"),
+    "detach leaves the slot": M(attaching, "uninstall", _leaky_uninstall, "detaching", "does not restore modules"),
+    "detach replaces another's hook": M(attaching, "uninstall", _steals_hooks, "detaching", "removes another's"),
     "off() is ignored": M(runtime, "run_slots", _drop_gate, "training", r"off\(\)"),
     "only the first adapter runs": M(runtime, "run_slots", _first_slot_only, "stacking", "top adapter does nothing"),
     "the base is not checked": M(files, "check_fingerprint", _no_fingerprint, "saving", "other base weights"),
