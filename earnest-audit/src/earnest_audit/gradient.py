@@ -79,14 +79,11 @@ class Span:
     lengths: tuple[float, float]
 
     def within(self, error: float) -> bool:
-        """Whether the target is such a combination, up to ``error``, with no weight below 0."""
-        return self.rest <= error and self.signs(error)
-
-    def signs(self, error: float) -> bool:
-        """Whether neither weight is below 0 by more than a relative ``error`` of the three gradients explains."""
+        """Whether the target is such a combination, up to ``error``, with no weight below 0 by more than a relative
+        ``error`` of the three gradients explains."""
         room = error / max(self.angle, 1e-300)
         parts = (self.alpha * self.lengths[0], self.beta * self.lengths[1])
-        return all(part >= -room * max(1.0, *map(abs, parts)) for part in parts)
+        return self.rest <= error and all(part >= -room * max(1.0, *map(abs, parts)) for part in parts)
 
 
 def span(target: Gradient, a: Gradient, b: Gradient) -> Span:

@@ -1,5 +1,8 @@
-"""How a step of descent changes the log-probs of a batch's targets, where no function for log-probs is declared: from
-the logits that the model computes while the loss runs.
+"""What passes through a model while the loss runs: the ids that it embeds, apart from those that the loss reads, and
+its logits, which show how a step of descent changes the log-probs of a batch's targets.
+
+Embeddings are recognised by value: an ``nn.Embedding`` that is called with the batch's ids, or with all but their last
+column.
 
 Logits are recognised by a property: a loss of log-probs does not change when a constant is added to all logits of a
 token, so its derivatives by them sum to 0 there; a small penalty on the normaliser (a z-loss) leaves little.
@@ -7,6 +10,8 @@ token, so its derivatives by them sum to 0 there; a small penalty on the normali
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,3 +75,24 @@ def _of(logits: Tensor, down: Tensor, targets: Tensor) -> Descent:
     rises = down.gather(-1, at)[..., 0] - (down * probabilities).sum(-1)
     length = (1 - 2 * logprobs.exp() + probabilities.square().sum(-1)).clamp_min(0).sqrt() * down.norm(dim=-1)
     return Descent(logprobs, rises, rises / length.clamp_min(1e-30))
+
+
+@contextmanager
+def embedded(model: nn.Module, given: Tensor, shown: Tensor) -> Iterator[list[str]]:
+    """Inside, where an embedding is called with the ids ``given`` [B, T] it embeds ``shown`` [B, T] instead; yields the
+    names of the embeddings that were."""
+    replaced: list[str] = []
+    names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
+
+    def substitute(module: nn.Embedding, args: tuple[Any, ...]) -> Any:
+        found = args[0] if args and isinstance(args[0], Tensor) else None
+        if found is None or found.ndim != 2 or found.is_floating_point() or found.shape[0] != given.shape[0]:
+            return None
+        width = found.shape[1]
+        if width not in (given.shape[1], given.shape[1] - 1) or not torch.equal(found, given[:, :width].to(found)):
+            return None
+        replaced.append(names[module])
+        return (shown[:, :width].to(found), *args[1:])
+
+    with observed(names, substitute, before=True):
+        yield replaced

@@ -30,13 +30,8 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Batch, Measure
-from earnest_audit.measure import Reading as Reading
-from earnest_audit.measure import fresh as fresh
-from earnest_audit.measure import result_of as result_of
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import buffers, moved, perturbation_sizes, without_dropout
-from earnest_audit.restore import restored as restored
-from earnest_audit.restore import seeded as seeded
+from earnest_audit.restore import buffers, moved, perturbation_sizes, restored, without_dropout
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 

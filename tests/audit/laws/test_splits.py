@@ -18,7 +18,7 @@ from earnest_audit.laws import (
     masks,
     splits,
 )
-from earnest_audit.probe import fresh
+from earnest_audit.measure import fresh
 from earnest_audit.verdict import Finding, Verdict
 from tests.audit.steps import (
     Tiny,

@@ -18,7 +18,8 @@ from functools import partial
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.masks import WIDE
-from earnest_audit.probe import Probe, Reading
+from earnest_audit.measure import Reading
+from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
 USUAL = {"kl", "entropy", "accuracy", "accuracies", "margin", "margins", "ratio", "clipfrac", "frac", "fraction",

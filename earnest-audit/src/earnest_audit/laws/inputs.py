@@ -26,7 +26,8 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.batches import RecordingBatch
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.probe import Change, Probe, seeded, settings_text
+from earnest_audit.probe import Change, Probe, settings_text
+from earnest_audit.restore import seeded
 from earnest_audit.step import Step
 
 CONTEXT = ("ids", "attention", "chosen", "rejected", "chosen_attention", "rejected_attention")

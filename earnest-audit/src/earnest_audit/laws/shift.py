@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.embedding import embedded
 from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.logits import embedded
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding

@@ -52,7 +52,8 @@ class AdvantageEstimator(Subject, name="advantages"):
     inputs    are not written into
     missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
 
-    Needs: ``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
+    Needs: ``fn(rewards, groups)`` -> advantages, and ``scale``: "free" where a factor on all rewards changes nothing.
+    ``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
     ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups) or "row" (each
     row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
     the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not checked. ``values``: the
@@ -62,9 +63,7 @@ class AdvantageEstimator(Subject, name="advantages"):
     How: Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get
     other names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a
     denominator.
-    Exceptions: Centring over the batch is legitimate where it is declared, and so is a division by the batch's spread
-    (scaled_over="batch"); an estimator that takes rows by position declares interleaved=False. Rewards that never round
-    (0 and 1) need no floor under the spread: values=(0.0, 1.0); then no others are drawn.
+    Exceptions: Rewards that never round (0 and 1) need no floor under the spread: values=(0.0, 1.0).
     Detects: one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL
     #1518 (spread of the others), NeMo-RL #4158 (equal rewards become ±1)
     """

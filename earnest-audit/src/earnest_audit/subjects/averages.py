@@ -44,8 +44,7 @@ class Ema(Subject, name="moving average"):
     ``every``: only each such call moves the average, from the first one on.
     How: Random weights at three rates, then 1/rate updates, which must move the average at least half as far as they
     should. The tolerance is rounding in the dtype.
-    Exceptions: A decay is 1 - rate: pass the rate. A decay that warms up is judged after 2000 updates, where rate 0 may
-    still move it a little.
+    Exceptions: A decay that warms up is judged after 2000 updates, where rate 0 may still move it a little.
     Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in bf16 at a
     decay of 0.999
     """
@@ -123,11 +122,8 @@ class OuterStep(Subject, name="outer step"):
     and others to their values in ``plain``, at which they do nothing (a decay of 0, a bound of 1e9). ``precision`` is
     what replicas send or the step gives back, where that is coarser than the weights, which are fp32. A ``step`` with a
     memory (momentum) is an object that can be deep-copied: every round of the audit begins from a copy.
-    How: Random weights in fp32, each time from a copy of the step; settings named like a momentum or a learning rate
-    are set to 0 and 1, others to what plain declares; settings are tried over two rounds. The tolerance is rounding of
-    the largest weight.
-    Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on. Global
-    weights in 16 bits are declared by precision.
+    How: Random weights in fp32; settings are tried over two rounds. The tolerance is rounding of the largest weight.
+    Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on.
     Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha)
     """
 

@@ -30,10 +30,10 @@ class Collator(Subject, name="collator"):
     documents    a packed batch has one document per example, and it is what the example gives alone
     targets      exactly the declared tokens of an example are supervised
 
-    Needs: ``fn(examples)`` makes a batch; ``pads`` is column -> padding value: trailing and leading entries of that
-    value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of columns.
-    ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``, where
-    other places have ``ignore``.
+    Needs: ``fn(examples)`` -> a dict of tensors [B, …]; ``pads`` is column -> padding value: trailing and leading
+    entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
+    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``,
+    where other places have ``ignore``.
     How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
     Exceptions: Packing and sampling stages mix examples by design: rows=False leaves the inputs, the repetition and,
     with unpack, the documents.

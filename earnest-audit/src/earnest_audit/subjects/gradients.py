@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from earnest_audit.edits import rows_of
 from earnest_audit.gradient import Gradient
+from earnest_audit.measure import fresh, result_of
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.probe import fresh, result_of
 from earnest_audit.restore import calling, empty_grads, moved, restored, without_dropout
 from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding

@@ -36,7 +36,7 @@ class WeightSync(Subject, name="weight sync"):
     most an eighth of it or four times the difference before it. A push does not change the trainer's own log-probs.
     When one tensor is perturbed alone, at least half of the change must reach the sampler.
     Exceptions: Two programs in 16 bits differ legitimately: declare precision. A perturbation that is smaller than
-    their difference is not judged. Without undo the trainer stays perturbed.
+    their difference is not judged.
     Detects: other tensors pushed than the trained ones, a stale adapter slot, prime-rl #2823 (a tied head that is a
     stale clone), a base that drifts by merge and unmerge in bf16
     """
@@ -222,8 +222,7 @@ class Ranks(Subject, name="ranks"):
     sum. ``single(shards)`` is what the metric is by its definition, computed in one process. ``by_rank=True`` where the
     number depends on the cut by its definition: then it is only compared with ``single``.
     How: Four ranks draw, twice; the rows are cut into one, two and three uneven shards.
-    Exceptions: A metric that depends on the cut by its definition (the largest mean of any rank) is only compared with
-    single. A sampler that gives all ranks the same draws on purpose (data that is split afterwards) declares no draw.
+    Exceptions: A sampler that gives all ranks the same draws on purpose (data that is split afterwards) has no draw.
     Detects: one seed for all ranks (every rank samples the same answers), a mean of the ranks' means, TRL #7100 and
     #5620
     """
