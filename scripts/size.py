@@ -19,7 +19,7 @@ FIRST = "83a89f9"
 SOURCES = ("src", "earnest-audit/src")
 LATER = {
     "mistakes, clients, attackers, failures": r"commands/doctor|diloco/(groups|signing)"
-    r"|serve/(attempts|awaitable|connections|leases|names|sound)",
+    r"|serve/(attempts|connections|leases|names)",
     "own data": r"data/\w+|report/data_page|runs/own_data|tasks/(audit|from_data|graders|model_graders)",
     "schedules, full training, KTO, other teachers": r"adapters/(whole|variants/full)|config/teacher|objectives/kto"
     r"|engines/(endpoint_teacher|model_teacher|muon|schedules)|runs/best|signals/baseline",
@@ -28,7 +28,7 @@ LATER = {
     r"|playing|processes|sandbox|sandbox_worker|tool_environment|tool_tasks|tools|verifiers_environment|worker)",
     "mesh, packing, plan, quantisation": r"adapters/split|commands/planning|diloco/mesh_outer|models/quantised|plan/\w+"
     r"|engines/(activations|compiling|mesh|optimizer_state|packing|sharding|tensor|trained)|proving/sharded|runs/ranks",
-    "asynchronous sampling": r"report/ahead|rollouts/ledger|runs/ahead|sync/(flow|partial|process)",
+    "asynchronous sampling": r"rollouts/ledger|runs/ahead|sync/(flow|partial|process)",
     "contract of samplers": r"serve/generate|sync/(behaviour|contract/\w+)",
     "release": r"listings|report/(compare|watch)|runs/(card|export|measure|repeat)",
 }

@@ -55,12 +55,7 @@ def router(state: State) -> APIRouter:
     def show(row: AdapterRow) -> dict[str, Any]:
         return {
             "object": "adapter",
-            "name": row.name,
-            "created": row.created,
-            "live": row.live,
-            "pinned": row.pinned,
-            "origin": row.origin,
-            "learn": dict(row.learn),
+            **{name: getattr(row, name) for name in ("name", "created", "live", "pinned", "origin", "learn")},
             "set_aside": REASON.replace("NAME", row.name) if row.id in state.attempts.set_aside() else None,
             "feedback": state.store.counts(row.id),
             "versions": [v.number for v in state.store.versions(row.id)],
@@ -158,8 +153,7 @@ def router(state: State) -> APIRouter:
         row = find(name, caller, "read")
         check_name(body.name)
         caller.demand_new(body.name)
-        number = row.live if body.version is None else body.version
-        made = versions.fork(state, row, number, body.name)
+        made = versions.fork(state, row, row.live if body.version is None else body.version, body.name)
         return changed(made, "forked", origin=made.origin)
 
     @api.post("/{name:path}/cancel", summary="Cancel the running update and withdraw the queued feedback")
@@ -206,12 +200,8 @@ def _version(version: VersionRow, row: AdapterRow) -> dict[str, Any]:
     return {
         "object": "version",
         "adapter": row.name,
-        "number": version.number,
-        "parent": version.parent,
-        "created": version.created,
-        "status": version.status,
         "live": version.number == row.live,
-        "reason": version.reason,
+        **{name: getattr(version, name) for name in ("number", "parent", "created", "status", "reason")},
         "feedback": record["feedback"],
         "loss": record["metrics"].get("loss"),
         "gate": record["gate"]["holds"],

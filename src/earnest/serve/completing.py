@@ -6,14 +6,15 @@ import asyncio
 import time
 import uuid
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from fastapi import Request
 
 from earnest.errors import SamplingError
 from earnest.models.tool_calls import MessageReader
-from earnest.serve.awaitable import awaitable
 from earnest.serve.errors import BadRequest, Busy, TooLong, error_response
 from earnest.serve.keys import Caller
 from earnest.serve.leases import Lease
@@ -26,30 +27,35 @@ from earnest.serve.wire import ChatRequest, TextRequest
 if TYPE_CHECKING:
     from earnest.serve.decode import DecodedToken, Done, PendingRequest, Shaping
 
+T = TypeVar("T")
 
+
+def awaitable(future: Future[T]) -> asyncio.Future[T]:
+    """Done when a thread's ``future`` is, with its result or its error; cancelling it cancels no work."""
+    return asyncio.shield(asyncio.wrap_future(future))
+
+
+@dataclass(eq=False)
 class CompletionWork:
     """One request: the version that answers it, its settings, and its record."""
 
-    def __init__(
-        self,
-        state: State,
-        body: ChatRequest | TextRequest,
-        caller: Caller,
-        kind: str,
-        messages: list[dict[str, Any]],
-        length: int | None,
-        top: int | None,
-        tools: Sequence[Mapping[str, Any]] = (),
-    ) -> None:
-        caller.demand(body.model.partition("@")[0], "read")
-        self.state, self.body, self.caller, self.kind, self.messages = state, body, caller, kind, messages
-        self.length, self.top, self.tools = length, top, list(tools)
-        self.id = f"{'chatcmpl' if kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
+    state: State
+    body: ChatRequest | TextRequest
+    caller: Caller
+    kind: Literal["chat", "text"]
+    messages: list[dict[str, Any]]
+    length: int | None
+    top: int | None
+    tools: Sequence[Mapping[str, Any]] = ()
+    prompts: list[tuple[int, ...]] = field(default_factory=list)
+    lease: Lease = field(init=False)
+    shaping: Shaping = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.caller.demand(self.body.model.partition("@")[0], "read")
+        self.id = f"{'chatcmpl' if self.kind == 'chat' else 'cmpl'}-{uuid.uuid4().hex}"
         self.created = int(time.time())
-        self.n = body.n or 1
-        self.lease: Lease
-        self.shaping: Shaping
-        self.prompts: list[tuple[int, ...]] = []
+        self.n = self.body.n or 1
 
     @property
     def text(self) -> Any:
@@ -86,16 +92,24 @@ class CompletionWork:
         self.shaping = Shaping(body.presence_penalty or 0.0, body.frequency_penalty or 0.0, body.min_p, grammar)
 
     def record(self, prompt: int, index: int, done: Done) -> StoredCompletion:
-        spec = self.body.spec(1)
-        tokens = self.prompts[prompt]
+        spec, shaping = self.body.spec(1), self.shaping
+        sampling = {name: getattr(spec, name) for name in ("temperature", "top_p", "top_k")} | {
+            "min_p": shaping.min_p,
+            "presence_penalty": shaping.presence,
+            "frequency_penalty": shaping.frequency,
+            "json": shaping.grammar is not None,
+            "seed": self.body.seed,
+            "tools": self.tools,
+            "metadata": self.body.metadata or {},
+        }
         return StoredCompletion(
             id=self.id,
             choice=prompt * self.n + index,
             model=self.lease.model,
             version=self.lease.version,
-            kind="chat" if self.kind == "chat" else "text",
+            kind=self.kind,
             messages=self.messages,
-            prompt=tokens,
+            prompt=self.prompts[prompt],
             tokens=done.tokens,
             logprobs=done.logprobs,
             temperature=spec.temperature or 1.0,
@@ -103,18 +117,7 @@ class CompletionWork:
             finish=done.finish,
             adapter=None if self.lease.row is None else self.lease.row.id,
             key=self.caller.name,
-            sampling={
-                "temperature": spec.temperature,
-                "top_p": spec.top_p,
-                "top_k": spec.top_k,
-                "min_p": self.shaping.min_p,
-                "presence_penalty": self.shaping.presence,
-                "frequency_penalty": self.shaping.frequency,
-                "json": self.shaping.grammar is not None,
-                "seed": self.body.seed,
-                "tools": self.tools,
-                "metadata": self.body.metadata or {},
-            },
+            sampling=sampling,
         )
 
     def reader(self, prompt: int) -> MessageReader:
@@ -179,16 +182,8 @@ def submit(
             def on_step(index: int, step: DecodedToken, place: int = place) -> None:
                 loop.call_soon_threadsafe(events.put_nowait, (place, index, step))  # type: ignore[union-attr]
 
-            spec = work.body.spec(work.room(prompt))
-            wanted = Wanted(
-                prompt,
-                spec,
-                work.lease.adapter,
-                work.n,
-                work.top or 0,
-                work.shaping,
-                None if events is None else on_step,
-            )
+            spec, told = work.body.spec(work.room(prompt)), None if events is None else on_step
+            wanted = Wanted(prompt, spec, work.lease.adapter, work.n, work.top or 0, work.shaping, told)
             submitted.append(work.state.host.decoder.submit(wanted))
     except BaseException as error:
         cancel(submitted)

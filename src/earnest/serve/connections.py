@@ -32,7 +32,6 @@ def with_header_limit(seconds: float) -> type[asyncio.Protocol]:
             super().connection_lost(exc)
 
         def _busy(self) -> bool:
-            """Whether a request is being answered."""
             return self.cycle is not None and not self.cycle.response_complete
 
         def _stop(self) -> None:

@@ -69,21 +69,14 @@ class Database:
         return self.write(lambda c: c.execute(sql, values).rowcount)
 
     def _run(self) -> None:
-        while True:
-            first = self._queue.get()
-            if first is None:
-                return
-            batch = [first]
-            ends = False
-            while len(batch) < MOST and not self._queue.empty():
-                more = self._queue.get()
-                if more is None:
-                    ends = True
-                    break
+        more = self._queue.get()
+        while more is not None:  # ``close`` puts None
+            batch = [more]
+            while len(batch) < MOST and not self._queue.empty() and (more := self._queue.get()) is not None:
                 batch.append(more)
             self._commit(batch)
-            if ends:
-                return
+            if more is not None:
+                more = self._queue.get()
 
     def _commit(self, batch: Sequence[tuple[Work, Future[Any]]]) -> None:
         # from here on cancellation has no effect: the write is committed, and a cancelled future gets no result

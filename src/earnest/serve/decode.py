@@ -27,7 +27,7 @@ from earnest.serve.grammar import Matcher
 
 if TYPE_CHECKING:
     from earnest.adapters import Adapter
-    from earnest.serve.host import Host, Turn
+    from earnest.serve.host import Host
 
 log = logging.getLogger("earnest.serve")
 Finish = Literal["stop", "length", "cancelled"]
@@ -49,8 +49,6 @@ class DecodedToken:
 
 @dataclass(frozen=True)
 class Done:
-    """A finished completion."""
-
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish: Finish
@@ -220,7 +218,6 @@ class DecodeBatch:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One more token for every sequence."""
         for group in list(self.groups):
             self._choose(group)
             alive = [i for i, row in enumerate(group.rows) if not self._ends(row)]
@@ -302,13 +299,18 @@ class DecodeBatch:
 def decode(host: Host, requests: Sequence[Request], yield_turn: Callable[[], None]) -> list[list[Done]]:
     """The completions of these requests, inside a turn; a few at a time, so that chats are served in between."""
     submitted = [PendingRequest(request) for request in requests]
-    batch = DecodeBatch(host)
     for first in range(0, len(submitted), 4):
-        batch.admit(submitted[first : first + 4])
-        while len(batch):
-            batch.step()
-            yield_turn()
+        _drain(host, submitted[first : first + 4], yield_turn)
     return [pending.result() for pending in submitted]
+
+
+def _drain(host: Host, submitted: Sequence[PendingRequest], yield_turn: Callable[[], None]) -> None:
+    """Decode these requests together, apart from all others."""
+    batch = DecodeBatch(host)
+    batch.admit(submitted)
+    while len(batch):
+        batch.step()
+        yield_turn()
 
 
 def _tops(logits: Tensor, rows: Sequence[_Row]) -> list[tuple[tuple[int, float], ...]]:
@@ -406,21 +408,12 @@ class Decoder:
                     except Exception:
                         log.exception("decoding a batch failed; its requests are decoded one by one")
                         for pending in dict.fromkeys([*self.batch.clear(), *submitted]):
-                            self._alone(pending, turn)
+                            try:  # from its start: its tokens depend on the weights, the prompt and the seed only
+                                _drain(self.host, [pending], turn.yield_turn)
+                            except Exception as error:
+                                log.exception("decoding a request failed")
+                                pending.fail(error)
                     turn.yield_turn()
-
-    def _alone(self, pending: PendingRequest, turn: Turn) -> None:
-        """Decode one request from its start, so that it fails alone. Its tokens are the same: they
-        depend on the weights, the prompt and the seed only."""
-        batch = DecodeBatch(self.host)
-        try:
-            batch.admit([pending])
-            while len(batch):
-                batch.step()
-                turn.yield_turn()
-        except Exception as error:
-            log.exception("decoding a request failed")
-            pending.fail(error)
 
     def _next(self) -> list[PendingRequest]:
         """The waiting requests that have a place now, in order of arrival."""

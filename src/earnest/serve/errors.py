@@ -93,8 +93,6 @@ class TooLarge(ServeError):
 
 
 class Busy(ServeError):
-    """A queue is full."""
-
     status, type, code = 429, "rate_limit_error", "rate_limit_exceeded"
     headers: ClassVar[dict[str, str]] = {"Retry-After": "1"}
 
@@ -109,13 +107,10 @@ class TooSlow(ServeError):
 
 
 class DamagedVersion(ServeError):
-    """Files of a version are missing or changed."""
-
     status, type, code = 500, "server_error", "damaged_version"
 
 
 def damaged(adapter: str, number: int) -> DamagedVersion:
-    """The error for a version of an adapter whose files are damaged."""
     return DamagedVersion(
         f"the files of version {number} of {adapter} are damaged or missing; roll back to another version, or restore "
         "them from a copy.",

@@ -48,7 +48,6 @@ class Bus:
         self._closed = False
 
     def publish(self, kind: str, about: str | None = None, /, **data: Any) -> None:
-        """Publish an event (about the adapter ``about``)."""
         with self._lock:
             self._last += 1
             event = Event(self._last, kind, about, {"time": time.time(), **data, "adapter": about})

@@ -160,7 +160,6 @@ class Host:
 
     @cached_property
     def grammars(self) -> Grammars:
-        """The compiler of grammars for JSON mode."""
         from earnest.serve.grammar import Grammars
 
         return Grammars(self.policy)
@@ -261,7 +260,6 @@ class Host:
             return adapter
 
     def detach(self, name: str) -> None:
-        """Take an adapter off."""
         with self.turn("load"):
             self._adapters.pop(name).detach()
 

@@ -86,8 +86,6 @@ class Caller:
 
 
 class Keys:
-    """Finds the caller of a request by its key."""
-
     def __init__(self, path: Path | None) -> None:
         self._callers: dict[str, Caller] | None = None
         if path is not None:

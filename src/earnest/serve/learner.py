@@ -21,6 +21,7 @@ from jaxtyping import Float
 from safetensors import SafetensorError
 from torch import Tensor
 
+from earnest.config.schema import TeacherConfig
 from earnest.disk import clean
 from earnest.engines import LocalEngine
 from earnest.engines import state as engine_state
@@ -243,17 +244,9 @@ class Learner:
             log.info("%s: version %d is live (%s)", row.name, number, after)
         else:
             log.info("%s: version %d is a candidate and not live (%s): %s", row.name, number, after, made.reason)
-        state.bus.publish(
-            "version",
-            row.name,
-            number=number,
-            parent=parent,
-            status=status,
-            reason=made.reason,
-            feedback=record["feedback"],
-            metrics=clean(record["metrics"]),
-            answers=record["answers"],
-        )
+        facts = {"number": number, "parent": parent, "status": status, "reason": made.reason}
+        facts |= {"feedback": record["feedback"], "metrics": clean(record["metrics"]), "answers": record["answers"]}
+        state.bus.publish("version", row.name, **facts)
 
     def _engine(
         self, name: str, row: AdapterRow, config: LearnConfig, turn: Turn
@@ -270,7 +263,8 @@ class Learner:
         if config.teacher.kind != "live" and "teacher" not in config.build_objective().signals():
             raise EarnestError(f"teacher: no term reads the {config.teacher.kind} teacher; add one that does.")
         teacher = config.teacher.build(adapter)
-        averages, same = isinstance(teacher, EMATeacher), learning.same_teacher(made, config)
+        averages = isinstance(teacher, EMATeacher)
+        same = not made or TeacherConfig.model_validate(made["teacher"]) == config.teacher
         engine = YieldingEngine(
             self.state.host.policy,
             adapter,
@@ -303,7 +297,9 @@ class Learner:
         before = _by_role(engine, ready)
         answers = self._answers(engine, found)
         margin = gate.margin(self.state, engine, config.gate)
-        base = self._base(engine, config)
+        asked = config.gate.model_dump_json()
+        if asked not in self._bases:  # the base's answers to the probes never change
+            self._bases[asked] = gate.probe(self.state, engine, config.gate, turn.yield_turn, base=True)
         self._say(row, "audit", number)
         with turn.serving("chat"):  # other work would change tensors that the audit watches
             alive = [b for b in ready if len(objective.idle(b)) < len(list(objective.live()))]
@@ -317,10 +313,9 @@ class Learner:
                 curve.append({"step": step + 1, "loss": report.loss, "update_norm": report.update.update_norm})
                 self._say(row, "step", number, step=step + 1, of=config.updates, loss=report.loss)
         self._say(row, "gate", number)
-        passed, numbers = gate.judge(self.state, engine, config.gate, base, margin, turn.yield_turn)
+        passed, numbers = gate.judge(self.state, engine, config.gate, self._bases[asked], margin, turn.yield_turn)
         after = _by_role(engine, ready)
         later = self._answers(engine, found)
-        last = report.to_dict()
         record = {
             "metrics": {
                 "loss": report.loss,
@@ -331,7 +326,7 @@ class Learner:
                 "gate": numbers,
             },
             "curve": curve,
-            "report": clean(last),
+            "report": clean(report.to_dict()),
             "gate": passed.to_dict(),
             "audit": verdict.to_dict(),
             "answers": [{**a, "after": b["before"]} for a, b in zip(answers, later, strict=True)],
@@ -339,13 +334,6 @@ class Learner:
         broken = [f"{f.law} on {f.subject}: {f.measured}, expected {f.expected}" for f in verdict.failures]
         broken += [f"{f.subject} {f.measured}, expected {f.expected}" for f in passed.failures]
         return record, verdict, "; ".join(broken)
-
-    def _base(self, engine: YieldingEngine, config: LearnConfig) -> gate.ProbeAnswers:
-        """The base's answers to the probes; they never change, so they are sampled once."""
-        key = config.gate.model_dump_json()
-        if key not in self._bases:
-            self._bases[key] = gate.probe(self.state, engine, config.gate, engine.turn.yield_turn, base=True)
-        return self._bases[key]
 
     def _answers(self, engine: YieldingEngine, found: Lessons) -> list[dict[str, Any]]:
         """The most likely answers to the first prompts that the feedback is about."""

@@ -160,28 +160,16 @@ def check_adapter(row: AdapterRow, made: Mapping[str, Any], config: LearnConfig)
         )
 
 
-def same_teacher(made: Mapping[str, Any], config: LearnConfig) -> bool:
-    """Whether the teacher's settings are those that a version was ``made`` with; empty: nothing is there to differ."""
-    return not made or TeacherConfig.model_validate(made["teacher"]) == config.teacher
-
-
 def _sizes(config: LearnConfig) -> dict[str, int]:
     """What each limit bounds, as the settings have it."""
     gate = config.gate
     texts = [*gate.prompts, *(t for p in gate.pairs for t in (p.prompt, p.chosen, p.rejected))]
     numbers = [v for k, v in config.adapter.fields.items() if isinstance(v, int) and "seed" not in k]
-    return {
-        "updates": config.updates,
-        "rank": max(numbers, default=0),
-        "batch": config.batch,
-        "micro_tokens": config.micro_tokens,
-        "terms": len(config.objective),
-        "prompts": len(gate.prompts),
-        "pairs": len(gate.pairs),
-        "samples": gate.samples,
-        "max_new_tokens": gate.max_new_tokens,
-        "characters": max(map(len, [*texts, config.thumbs.up, config.thumbs.down])),
-    }
+    sizes = {name: getattr(config, name) for name in ("updates", "batch", "micro_tokens")}
+    sizes |= {name: getattr(gate, name) for name in ("samples", "max_new_tokens")}
+    sizes |= {"rank": max(numbers, default=0), "terms": len(config.objective)}
+    sizes |= {"prompts": len(gate.prompts), "pairs": len(gate.pairs)}
+    return sizes | {"characters": max(map(len, [*texts, config.thumbs.up, config.thumbs.down]))}
 
 
 def _merged(old: Mapping[str, Any], new: Mapping[str, Any]) -> dict[str, Any]:

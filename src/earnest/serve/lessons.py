@@ -57,7 +57,9 @@ def gather(state: State, config: LearnConfig, objective: Objective, feedback: Se
     held_out = {_plain(pair.prompt) for pair in config.gate.pairs}
     for f in feedback:
         given = state.store.completion(f.completion, f.choice)
-        if held_out and not held_out.isdisjoint(_asked(state, given)):
+        asked = [m["content"] for m in given.messages if m["role"] == "user"]  # none in a plain text
+        asked = asked if given.kind == "chat" else [state.text.decode(given.prompt)]
+        if held_out and not held_out.isdisjoint(map(_plain, asked)):
             others[f.seq] = (
                 "unused",
                 "its prompt is one of gate.pairs, which are held out: learning from it would let "
@@ -79,13 +81,6 @@ def gather(state: State, config: LearnConfig, objective: Objective, feedback: Se
     return Lessons(tuple(rows), tuple(taken), others)
 
 
-def _asked(state: State, given: StoredCompletion) -> set[str]:
-    """All user messages of a conversation; of a plain text, the text."""
-    if given.kind == "chat":
-        return {_plain(m["content"]) for m in given.messages if m["role"] == "user"}
-    return {_plain(state.text.decode(given.prompt))}
-
-
 def _plain(text: str) -> str:
     """The text without case and extra spaces, which do not make another prompt."""
     return " ".join(text.casefold().split())
@@ -96,7 +91,11 @@ def _rows(
 ) -> list[LessonRow]:
     roles, wanted = objective.wants().roles, objective.signals()
     common = (given.temperature, given.version)
-    better = _better(state, f.better, given) if f.better is not None else None
+    better: tuple[int, ...] | None = None  # as the policy would have given it
+    if f.better is not None and given.kind == "chat":
+        better = answer_tokens(state, given.messages, f.better, given.sampling.get("tools", ()))[1]
+    elif f.better is not None:
+        better = state.text.encode(f.better, special=False)
     silent = (0.0,) * len(better or ())  # it was not sampled; no term reads its behaviour log-probs
     found: list[LessonRow] = []
     rating = {"up": 1.0, "down": -1.0, None: 0.0}[f.thumbs]
@@ -113,13 +112,6 @@ def _rows(
         found.append(LessonRow("chosen", given.prompt, better, silent, *common, correct=True, pair=number))
         found.append(LessonRow("rejected", given.prompt, given.tokens, given.logprobs, *common, pair=number))
     return found
-
-
-def _better(state: State, better: str, given: StoredCompletion) -> tuple[int, ...]:
-    """The better answer as the policy would have given it: a turn of the chat, or a continuation of the text."""
-    if given.kind == "chat":
-        return answer_tokens(state, given.messages, better, given.sampling.get("tools", ()))[1]
-    return state.text.encode(better, special=False)
 
 
 def _teacher_prompt(state: State, config: LearnConfig, f: FeedbackRow, given: StoredCompletion) -> tuple[int, ...]:

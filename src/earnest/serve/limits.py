@@ -40,7 +40,9 @@ class RequestLimits:
             await self.app(scope, receive, send)
             return
         headers = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in scope["headers"]}
-        limit = self._limit(scope["path"])
+        # The Tinker wire carries whole batches.
+        most = max(self.max_body, TINKER_BODY) if scope["path"].startswith("/api/v1/") else self.max_body
+        limit = self.larger.get(scope["path"], most)
         try:
             self._check(headers, limit)
         except ServeError as error:
@@ -87,12 +89,6 @@ class RequestLimits:
             await JSONResponse(body, status, more)(scope, receive, send)
         if refusal is not None and not started:
             await _refusal(refusal)(scope, receive, send)
-
-    def _limit(self, path: str) -> int:
-        """The Tinker wire carries whole batches; ``larger`` has the limits of other paths."""
-        if path in self.larger:
-            return self.larger[path]
-        return max(self.max_body, TINKER_BODY) if path.startswith("/api/v1/") else self.max_body
 
     def _check(self, headers: dict[str, str], limit: int) -> None:
         length = headers.get("content-length", "0")

@@ -19,9 +19,8 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from earnest.serve.awaitable import awaitable
 from earnest.serve.choices import chat_logprobs, text_logprobs
-from earnest.serve.completing import CompletionWork, begin, cancel, keep, keep_rest, submit, wait
+from earnest.serve.completing import CompletionWork, awaitable, begin, cancel, keep, keep_rest, submit, wait
 from earnest.serve.errors import BadRequest, Conflict, error_response, no_completion
 from earnest.serve.keys import Who
 from earnest.serve.rows import AdapterRow
@@ -138,7 +137,10 @@ async def _answer(work: CompletionWork, request: Request, prompts: Sequence[Any]
         echoed = await run_in_threadpool(_echo, work) if isinstance(work.body, TextRequest) and work.body.echo else None
         whole = _whole(work, answers, echoed)
         if isinstance(work.body, TextRequest) and work.body.prompt_logprobs is not None:
-            scored = await run_in_threadpool(_prompt_scores, work, work.body.prompt_logprobs)
+            from earnest.serve.scoring import prompt_tops
+
+            asked = (work.state, work.lease.adapter, work.body.prompt_logprobs)
+            scored = [await run_in_threadpool(prompt_tops, *asked, prompt) for prompt in work.prompts]
             for choice in whole["choices"]:
                 choice["prompt_logprobs"] = scored[choice["index"] // work.n]
         return JSONResponse(whole, headers=work.headers())
@@ -152,13 +154,13 @@ def _finish(done: Done) -> str:
 
 
 def _whole(work: CompletionWork, answers: Sequence[Sequence[Done]], echoed: list[Any] | None) -> dict[str, Any]:
-    choices = []
-    for place, found in enumerate(answers or [()] * len(work.prompts)):
-        for index, done in enumerate(found):
-            choices.append(_choice(work, place, index, done, None if echoed is None else echoed[place]))
-        if not found:
-            nothing = {"text": "", "tokens": (), "logprobs": []}
-            choices.append(_echo_only(work, place, nothing if echoed is None else echoed[place]))
+    from earnest.serve.decode import Done
+
+    choices = [
+        _choice(work, place, index, done, None if echoed is None else echoed[place])
+        for place, found in enumerate(answers or [[Done((), (), "length")]] * len(work.prompts))
+        for index, done in enumerate(found)
+    ]
     ids: dict[str, Any] = {}
     if work.body.return_token_ids:
         lists = [list(p) for p in work.prompts]
@@ -183,14 +185,6 @@ def _choice(work: CompletionWork, place: int, index: int, done: Done, echo: Any)
     return {**shared, "text": (echo["text"] if echo else "") + text, "logprobs": logprobs}
 
 
-def _echo_only(work: CompletionWork, place: int, echo: Any) -> dict[str, Any]:
-    from earnest.serve.decode import Done
-
-    nothing = Done((), (), "length")
-    logprobs = None if work.top is None else text_logprobs(work.text, nothing, echo)
-    return {"index": place, "finish_reason": "length", "text": echo["text"], "logprobs": logprobs}
-
-
 def _echo(work: CompletionWork) -> list[Any]:
     """The prompts' own texts and log-probs, for ``echo``."""
     from earnest.serve.scoring import score_tokens
@@ -200,12 +194,6 @@ def _echo(work: CompletionWork) -> list[Any]:
         values = score_tokens(work.state, work.lease.adapter, prompt[:1], prompt[1:]) if len(prompt) > 1 else []
         found.append({"text": work.text.decode(prompt), "tokens": prompt, "logprobs": [None, *values]})
     return found
-
-
-def _prompt_scores(work: CompletionWork, top: int) -> list[Any]:
-    from earnest.serve.scoring import prompt_tops
-
-    return [prompt_tops(work.state, work.lease.adapter, prompt, top) for prompt in work.prompts]
 
 
 @dataclass
@@ -271,11 +259,8 @@ async def _stream(
                 for delta in choice_at(place, index).deltas(text) or [{}] * every:
                     yield piece(place, index, delta, shown)
                     shown = None
-        outcomes: list[list[Done]] = []
-        for outcome in await ended:
-            if isinstance(outcome, BaseException):
-                raise outcome
-            outcomes.append(outcome)
+        await ended
+        outcomes = [pending.result() for pending in submitted]
         await keep(work, outcomes)
         finished = True
         for place, answers in enumerate(outcomes):

@@ -12,7 +12,7 @@ import io
 import zipfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from fastapi import APIRouter, Query
 from fastapi.responses import PlainTextResponse
@@ -28,6 +28,11 @@ from earnest.serve.state import State
 from earnest.serve.store import PUSHED, AdapterRow
 from earnest.serve.wire import ERRORS, Name, StrictBody
 
+if TYPE_CHECKING:
+    from earnest.adapters import Adapter
+    from earnest.serve.host import Host
+
+LARGEST = 1000.0  # ‖ΔW‖ / ‖W‖; trained adapters stay below 10
 FILES = ("adapter_config.json", "adapter_model.safetensors", "earnest_adapter.json", "earnest_adapter.safetensors")
 IGNORED = ("version.json", "README.md")
 UPLOAD = "/v1/upload_lora_adapter"
@@ -207,7 +212,11 @@ def install(
         for file, content in files.items():
             (fresh / "adapter" / file).write_bytes(content)
 
-    record = _record() | {"policy_version": policy_version}
+    # This server knows only the weights: the version was not audited here and passed no gate.
+    nothing: dict[str, Any] = {"holds": None, "counts": {}, "cost": 0.0, "findings": []}
+    record: dict[str, Any] = {key: [] for key in ("feedback", "data", "curve", "answers")}
+    record |= {"config": {}, "metrics": {}, "gate": nothing, "audit": nothing}
+    record |= {"parent": 0, "policy_version": policy_version}
     try:
         versions.write(state.store.version_folder(made, 1), fill, record)
         _check(state, made)
@@ -222,8 +231,6 @@ def install(
 
 def _check(state: State, adapter: int) -> None:
     """The adapter fits onto the model and its numbers are usable, or the request is refused."""
-    from earnest.serve.sound import check_numbers
-
     try:
         with state.leases.checked(adapter, 1) as mounted:
             check_numbers(state.host, mounted)
@@ -233,23 +240,30 @@ def _check(state: State, adapter: int) -> None:
         raise BadRequest(f"this adapter cannot be used with {state.host.policy.name}: {reason(error)}") from None
 
 
+def check_numbers(host: Host, adapter: Adapter) -> None:
+    """Raise ``AdapterError`` unless each change of a weight is finite and not far larger than the weight, and a forward
+    pass gives a finite distribution that is not uniform."""
+    import torch
+
+    from earnest.adapters.errors import AdapterError
+
+    policy = host.policy
+    with torch.no_grad(), host.turn("chat", adapter) as turn:
+        for path, delta in adapter.deltas():
+            change, weight = float(delta.norm()), float(adapter.slots[path].layer.weight().float().norm())
+            if not change <= LARGEST * weight:
+                raise AdapterError(
+                    f"the change of {path} has the norm {change:g}, its weight {weight:g}; at most {LARGEST:g} times "
+                    "the weight is allowed. Check lora_alpha and the rank, or train it again"
+                )
+            turn.yield_turn()
+        ids = torch.arange(min(8, policy.head.weight.shape[0]), device=policy.device)[None]
+        logits = policy.head.logits(policy.hidden(ids)).float()
+    if not bool(logits.isfinite().all()) or float(logits.max() - logits.min()) == 0.0:
+        raise AdapterError("a forward pass with it gives logits that are not finite, or all equal; train it again")
+
+
 def _clear(state: State, adapter: int) -> None:
     """Remove an adapter from the model and from the disk."""
     state.leases.forget(adapter)
     versions.remove(state.store.version_folder(adapter, 0).parent)
-
-
-def _record() -> dict[str, Any]:
-    """A version of which this server knows only the weights: it was not audited here and passed no gate."""
-    nothing: dict[str, Any] = {"holds": None, "counts": {}, "cost": 0.0, "findings": []}
-    return {
-        "parent": 0,
-        "feedback": [],
-        "data": [],
-        "config": {},
-        "metrics": {},
-        "curve": [],
-        "answers": [],
-        "gate": nothing,
-        "audit": nothing,
-    }

@@ -67,8 +67,6 @@ class NewFeedback:
 
 @dataclass(frozen=True)
 class FeedbackRow:
-    """A stored feedback and its status."""
-
     seq: int
     id: str
     received: float

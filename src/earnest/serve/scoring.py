@@ -46,7 +46,7 @@ def score_tokens(state: State, adapter: Adapter | None, prompt: Sequence[int], a
 
 
 def prompt_tops(
-    state: State, adapter: Adapter | None, prompt: Sequence[int], top: int
+    state: State, adapter: Adapter | None, top: int, prompt: Sequence[int]
 ) -> list[dict[str, dict[str, Any]] | None]:
     """vLLM's ``prompt_logprobs``: for each token after the first, the ``top`` most probable ids and the token itself,
     as {id: {logprob, rank, decoded_token}} at temperature 1."""

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import socket
 import sys
 import threading
 from types import FrameType
 from typing import Any
 
-from earnest.errors import ConfigError, MissingExtra
+from earnest.errors import ConfigError, EarnestError, MissingExtra
 from earnest.serve.settings import ServeSettings
 
 
@@ -98,3 +100,24 @@ def _watch(state: Any, server: Any) -> None:
         state.host.stopping = True
         state.bus.close()
         server.should_exit = True
+
+
+def main(settings: str) -> int:
+    """Serve with these settings (JSON) as the child of a run (``sync.own_server``): it ends when its standard input is
+    closed."""
+
+    def wait() -> None:
+        sys.stdin.read()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="earnest-parent", daemon=True).start()
+    try:
+        run(ServeSettings.model_validate_json(settings))
+    except EarnestError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

@@ -34,15 +34,41 @@ from earnest.serve.rows import (
     to_completion,
     to_version,
 )
-from earnest.serve.tables import SCHEMA
 
+SCHEMA = """
+CREATE TABLE IF NOT EXISTS meta(name TEXT PRIMARY KEY, value TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS adapters(
+  id INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT UNIQUE NOT NULL, created REAL NOT NULL, learn TEXT NOT NULL,
+  live INTEGER NOT NULL DEFAULT 0, pinned INTEGER NOT NULL DEFAULT 0, next INTEGER NOT NULL DEFAULT 1,
+  origin TEXT);
+CREATE TABLE IF NOT EXISTS versions(
+  adapter INTEGER NOT NULL REFERENCES adapters(id) ON DELETE CASCADE, number INTEGER NOT NULL, parent INTEGER NOT NULL,
+  created REAL NOT NULL, status TEXT NOT NULL, reason TEXT NOT NULL, record TEXT NOT NULL,
+  PRIMARY KEY(adapter, number));
+CREATE TABLE IF NOT EXISTS completions(
+  id TEXT NOT NULL, choice INTEGER NOT NULL, created REAL NOT NULL, adapter INTEGER, model TEXT NOT NULL,
+  version INTEGER NOT NULL, key TEXT NOT NULL, kind TEXT NOT NULL, messages TEXT NOT NULL, prompt BLOB NOT NULL,
+  tokens BLOB NOT NULL, logprobs BLOB NOT NULL, temperature REAL NOT NULL, sampling TEXT NOT NULL, text TEXT NOT NULL,
+  finish TEXT NOT NULL, PRIMARY KEY(id, choice));
+CREATE TABLE IF NOT EXISTS feedback(
+  seq INTEGER PRIMARY KEY AUTOINCREMENT, id TEXT UNIQUE NOT NULL, received REAL NOT NULL,
+  adapter INTEGER NOT NULL REFERENCES adapters(id) ON DELETE CASCADE, completion TEXT NOT NULL,
+  choice INTEGER NOT NULL, key TEXT NOT NULL, text TEXT, thumbs TEXT, better TEXT, status TEXT NOT NULL,
+  version INTEGER, note TEXT NOT NULL DEFAULT '');
+CREATE TABLE IF NOT EXISTS tinker_runs(
+  id TEXT PRIMARY KEY, base_model TEXT NOT NULL, lora TEXT NOT NULL, metadata TEXT NOT NULL,
+  last_request TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS tinker_checkpoints(
+  run TEXT NOT NULL REFERENCES tinker_runs(id), kind TEXT NOT NULL, name TEXT NOT NULL, folder TEXT NOT NULL,
+  time TEXT NOT NULL, size INTEGER NOT NULL, metadata TEXT NOT NULL, expires TEXT, PRIMARY KEY(run, kind, name));
+CREATE INDEX IF NOT EXISTS feedback_queue ON feedback(adapter, status, seq);
+CREATE INDEX IF NOT EXISTS completions_by_adapter ON completions(adapter, created);
+"""
 QUEUED = "SELECT completion FROM feedback WHERE status = 'queued'"
 PUSHED = "pushed"  # the origin of an adapter that is trained elsewhere
 
 
 class ServerStore:
-    """The tables and their queries."""
-
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
@@ -327,8 +353,7 @@ class ServerStore:
                     raise Busy(f"{adapter.name} has {limit} feedbacks waiting to be learned from; try again later.")
             return names
 
-        done = self.db.write(work)
-        return [(self.feedback(name), known) for name, known in done]
+        return [(self.feedback(name), known) for name, known in self.db.write(work)]
 
     def feedback(self, name: str) -> FeedbackRow:
         row = self.db.one("SELECT * FROM feedback WHERE id = ?", (name,))
@@ -379,7 +404,6 @@ class ServerStore:
         return int(self.db.read("SELECT COUNT(*) FROM feedback WHERE status = 'failed'")[0][0])
 
     def counts(self, adapter: int) -> dict[str, int]:
-        """How many feedbacks are in each state."""
         rows = self.db.read("SELECT status, COUNT(*) AS n FROM feedback WHERE adapter = ? GROUP BY status", (adapter,))
         return dict.fromkeys(STATUSES, 0) | {r["status"]: r["n"] for r in rows}
 

@@ -20,8 +20,6 @@ BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Text:
-    """A policy's tokenizer with a lock."""
-
     def __init__(self, policy: Policy) -> None:
         self.policy = policy
         self._lock = threading.Lock()
@@ -124,15 +122,9 @@ class IncrementalText:
         ready = cut(whole, self._stop)
         if ready == whole and not last:
             ready = ready.rstrip("\ufffd")
-            ready = ready[: len(ready) - self._pending(ready)]
+            longest = min(max(map(len, self._stop), default=1) - 1, len(ready))
+            ends = (k for k in range(longest, 0, -1) if any(s.startswith(ready[-k:]) for s in self._stop))
+            ready = ready[: len(ready) - next(ends, 0)]  # without the longest end that begins a stop string
         piece = ready[len(self._given) :]
         self._given += piece
         return piece
-
-    def _pending(self, text: str) -> int:
-        """Length of the longest end of ``text`` that begins a stop string."""
-        longest = max(map(len, self._stop), default=1) - 1
-        for size in range(min(longest, len(text)), 0, -1):
-            if any(s.startswith(text[-size:]) for s in self._stop):
-                return size
-        return 0

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from earnest.models.tool_calls import MessagePart, MessageReader, tool_format
+from earnest.models.tool_calls import MessageReader, tool_format
 from earnest.serve.errors import BadRequest
 
 if TYPE_CHECKING:
@@ -46,16 +46,14 @@ class CallStream:
         self._sent = 0
 
     def feed(self, text: str, last: bool = False) -> list[dict[str, Any]]:
-        parts = [*self.reader.feed(text), *(self.reader.finish() if last else ())]
-        return list(self._deltas(parts))
-
-    def _deltas(self, parts: Sequence[MessagePart]) -> Iterator[dict[str, Any]]:
-        for part in parts:
+        found: list[dict[str, Any]] = []
+        for part in (*self.reader.feed(text), *(self.reader.finish() if last else ())):
             if part.call is not None:
-                yield {"tool_calls": [{"index": self._sent, **_wired(part.call)}]}
+                found.append({"tool_calls": [{"index": self._sent, **_wired(part.call)}]})
                 self._sent += 1
             elif part.written:
-                yield {"reasoning_content" if part.kind == "reasoning" else "content": part.written}
+                found.append({"reasoning_content" if part.kind == "reasoning" else "content": part.written})
+        return found
 
 
 def forced_call(host: Host, tools: Sequence[Mapping[str, Any]]) -> str:

@@ -46,7 +46,6 @@ class Turns:
         self._fence: tuple[Ticket, frozenset[Kind]] | None = None
 
     def acquire(self, kind: Kind) -> Ticket:
-        """Wait for a turn."""
         ticket = Ticket(kind, next(self._numbers))
         with self._changed:
             if not any(t.kind == kind for t in self._waiting) and (self._holder is None or self._holder.kind != kind):
@@ -98,7 +97,6 @@ class Turns:
             return True
 
     def waiting(self) -> dict[Kind, int]:
-        """How many of each kind wait."""
         with self._changed:
             return {kind: sum(t.kind == kind for t in self._waiting) for kind in ORDER}
 

@@ -56,8 +56,7 @@ def remove(folder: Path) -> None:
 def sweep(store: ServerStore) -> None:
     """Delete, at the start, folders that no adapter owns. A process died after it wrote one and before the commit, or
     after the commit that deleted its adapter. A folder whose number this database never gave out is left alone."""
-    place = store.folder / "adapters"
-    found = [(int(m[1]), p) for p in place.glob("*") if (m := OWNED.fullmatch(p.name))]
+    found = [(int(m[1]), p) for p in (store.folder / "adapters").glob("*") if (m := OWNED.fullmatch(p.name))]
     orphans = set(store.orphans([number for number, _ in found]))
     for number, path in found:
         if number in orphans:

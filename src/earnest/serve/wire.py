@@ -16,18 +16,12 @@ if TYPE_CHECKING:
 SEED = 2**62
 # Fields that are known and not supported, with the values that have no effect.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("audio", "prediction", "reasoning_effort", "verbosity", "web_search_options"), (None,)),
+    **dict.fromkeys(("tools", "functions"), (None, [])),
+    **dict.fromkeys(("tool_choice", "function_call"), (None, "none", "auto")),
     "logit_bias": (None, {}),
-    "tools": (None, []),
-    "tool_choice": (None, "none", "auto"),
     "parallel_tool_calls": (None, True, False),
-    "functions": (None, []),
-    "function_call": (None, "none", "auto"),
     "modalities": (None, ["text"]),
-    "audio": (None,),
-    "prediction": (None,),
-    "reasoning_effort": (None,),
-    "verbosity": (None,),
-    "web_search_options": (None,),
     "service_tier": (None, "auto", "default"),
     "suffix": (None, ""),
     "best_of": (None, 1),

@@ -31,7 +31,7 @@ class OwnServer:
         given = json.dumps({**settings, "data": str(place / "data")})
         with (place / "log").open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "earnest.serve.child", given],
+                [sys.executable, "-m", "earnest.serve.server", given],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

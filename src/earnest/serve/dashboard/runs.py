@@ -39,18 +39,12 @@ def summary(path: Path) -> dict[str, Any]:
 
 def _summary(run: Run) -> dict[str, Any]:
     header, change = run.header, run.change
+    same = ("status", "reason", "task", "objective", "adapter", "steps", "steps_done", "updated")
     return {
         "object": "run",
         "name": run.folder.name,
-        "status": header.status,
-        "reason": header.reason,
-        "task": header.task,
         "model": str(header.model),
-        "objective": header.objective,
-        "adapter": header.adapter,
-        "steps": header.steps,
-        "steps_done": header.steps_done,
-        "updated": header.updated,
+        **{name: getattr(header, name) for name in same},
         "reward_before": run.evaluations[0].reward if run.evaluations else None,
         "reward_after": change.after.reward if change else None,
         "measure": run.measure,

@@ -16,9 +16,9 @@ class EvalError(EarnestError):
 class EvalClient:
     """Requests to a live server. No request is sent again after a failure: feedback could count twice."""
 
-    def __init__(self, url: str, key: str | None = None, timeout: float = 300.0) -> None:
+    def __init__(self, url: str, key: str | None = None) -> None:
         self.url = url.rstrip("/")
-        self._http = http.Client(self.url, key or "", timeout=timeout, tries=1)
+        self._http = http.Client(self.url, key or "", timeout=300.0, tries=1)
 
     def call(self, method: str, path: str, body: Any = None) -> Any:
         try:
@@ -29,17 +29,10 @@ class EvalClient:
             raise EvalError(f"{self.url} does not answer ({error}); is `earnest serve` running there?") from None
 
     def wait(self) -> None:
-        """Wait until the server has loaded its model."""
         while (status := self.call("GET", "/health")["status"]) == "loading":
             time.sleep(0.2)
         if status != "ok":
             raise EvalError(f"{self.url} could not load its model; its log has the reason.")
-
-    def create(self, name: str, learn: dict[str, Any]) -> None:
-        self.call("POST", "/v1/adapters", {"name": name, "learn": learn})
-
-    def delete(self, name: str) -> None:
-        self.call("DELETE", f"/v1/adapters/{name}")
 
     def chat(self, model: str, prompt: str, **sampling: Any) -> tuple[str, list[str]]:
         """(completion id, the answers)."""

@@ -48,7 +48,7 @@ def evaluate(client: EvalClient, config: FeedbackEvalConfig, out: Path, say: Cal
     lines: list[str] = []
     for preference in config.preferences:
         loop = _Loop(client, config, preference, f"eval/{preference.name}", config.asked())
-        client.create(loop.name, config.learn)
+        client.call("POST", "/v1/adapters", {"name": loop.name, "learn": config.learn})
         try:
             for row in loop.rounds():
                 say(_line(row))
@@ -56,7 +56,7 @@ def evaluate(client: EvalClient, config: FeedbackEvalConfig, out: Path, say: Cal
                 lines.append(json.dumps(asdict(row)))
                 write_text(out / "steps.jsonl", "\n".join(lines) + "\n")
         finally:
-            client.delete(loop.name)
+            client.call("DELETE", f"/v1/adapters/{loop.name}")
     summary = summarise(found)
     write_json(out / "summary.json", summary)
     write_text(out / "summary.md", table(summary))
@@ -153,18 +153,8 @@ def summarise(rounds: list[Round]) -> dict[str, Any]:
 
 
 def table(summary: dict[str, Any]) -> str:
-    """The summary as a markdown table."""
-    head = [
-        "preference",
-        "feedback",
-        "margin (nats)",
-        "compliance",
-        "capability retained",
-        "entropy ratio",
-        "self-similarity",
-        "drift",
-    ]
-    lines = ["| " + " | ".join(head) + " |", "| " + " | ".join("---" for _ in head) + " |"]
+    head = "| preference | feedback | margin (nats) | compliance | capability retained | entropy ratio | "
+    lines = [head + "self-similarity | drift |", "|" + " --- |" * 8]
     for name, s in summary.items():
         kept = s["capability_retained"]
         cells = [

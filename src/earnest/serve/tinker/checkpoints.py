@@ -16,6 +16,7 @@ import json
 import shutil
 import sqlite3
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -60,8 +61,6 @@ class Checkpoint:
 
 
 class CheckpointStore:
-    """All training runs of one server."""
-
     def __init__(self, store: ServerStore) -> None:
         self.db, self.root = store.db, store.folder / "tinker"
         # Requests since the last checkpoint: written with the next one, since no request waits for a commit.
@@ -73,8 +72,7 @@ class CheckpointStore:
     # --- runs ------------------------------------------------------------------------------------------------------
 
     def add(self, run: str, base_model: str, lora: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
-        values = (run, base_model, json.dumps(lora), json.dumps(metadata), now())
-        self.db.run(_RUN, values)
+        self.db.run(_RUN, (run, base_model, json.dumps(lora), json.dumps(metadata), now()))
 
     def get(self, run: str) -> TrainingRun:
         row = self.db.one("SELECT * FROM tinker_runs WHERE id = ?", (run,))
@@ -84,7 +82,6 @@ class CheckpointStore:
         return TrainingRun(run, row["base_model"], json.loads(row["lora"]), json.loads(row["metadata"]), last)
 
     def touch(self, run: str) -> None:
-        """Note the time of a request."""
         self._last_request[run] = now()
 
     def runs(self) -> list[str]:
@@ -169,22 +166,11 @@ class CheckpointStore:
         self.get(run)
         found = []
         for row in self.db.read("SELECT kind, name FROM tinker_checkpoints WHERE run = ? ORDER BY time", (run,)):
-            try:
-                checkpoint = self.find(CheckpointPath(run, row["kind"], row["name"]))
-            except NotThere:
-                continue
-            found.append(
-                {
-                    "checkpoint_id": checkpoint.path.checkpoint_id,
-                    "checkpoint_type": _TYPES[row["kind"]],
-                    "time": checkpoint.time,
-                    "tinker_path": str(checkpoint.path),
-                    "size_bytes": checkpoint.size,
-                    "public": False,
-                    "user_metadata": checkpoint.metadata or None,
-                    "expires_at": checkpoint.expires,
-                }
-            )
+            with suppress(NotThere):
+                c = self.find(CheckpointPath(run, row["kind"], row["name"]))
+                names = {"checkpoint_id": c.path.checkpoint_id, "checkpoint_type": _TYPES[row["kind"]]}
+                facts = {"time": c.time, "tinker_path": str(c.path), "size_bytes": c.size, "public": False}
+                found.append({**names, **facts, "user_metadata": c.metadata or None, "expires_at": c.expires})
         return found
 
     def describe(self, run: str) -> dict[str, Any]:

@@ -86,8 +86,6 @@ class SampleOutput:
 
 @dataclass(frozen=True)
 class JsonResult:
-    """A result that is sent as JSON."""
-
     body: Mapping[str, object] = field(default_factory=dict)
 
 

@@ -21,7 +21,6 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from earnest.errors import EarnestError
-from earnest.serve.awaitable import awaitable
 from earnest.serve.tinker.data import Failed, JsonResult, PassOutput, Result, SampleOutput
 from earnest.serve.tinker.errors import TOO_DEEP, NotThere, WireError
 
@@ -76,14 +75,12 @@ class Promise:
 
     async def wait(self, seconds: float) -> Result | None:
         try:
-            return await asyncio.wait_for(awaitable(self.future), seconds)
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(self.future)), seconds)
         except TimeoutError:
             return None
 
 
 class Promises:
-    """All promises by id."""
-
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._all: OrderedDict[str, Promise] = OrderedDict()

@@ -113,7 +113,6 @@ def _required(loss: Term) -> list[str]:
 
 
 def _optional(loss: Term) -> list[str]:
-    """The inputs that a datum may have."""
     return ["weights"] if loss.many_targets else [n for n in (*_BOUNDS, "sequence_ratio_mask") if hasattr(loss, n)]
 
 

@@ -87,8 +87,6 @@ class AdamParams:
 
 
 class LiveModel:
-    """One training run in memory."""
-
     def __init__(self, host: Host, run: str, lora: LoraConfig) -> None:
         from earnest.adapters import LoRA
         from earnest.engines import AdamW, LocalEngine

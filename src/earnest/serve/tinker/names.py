@@ -45,8 +45,6 @@ def folder_of(run: str) -> str:
 
 @dataclass(frozen=True)
 class CheckpointPath:
-    """A parsed tinker:// path."""
-
     run: str
     kind: Kind
     name: str

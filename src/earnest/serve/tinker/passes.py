@@ -100,11 +100,8 @@ def _batch(data: Sequence[Datum], rows: Sequence[int], width: int | None) -> Bat
     length = torch.tensor([len(data[i].tokens) for i in rows])
     R, T = len(rows), int(length.max())
     shape = (R, T) if width is None else (R, T, width)
-    inputs, targets, weight = (
-        torch.zeros(R, T, dtype=torch.long),
-        torch.zeros(shape, dtype=torch.long),
-        torch.zeros(shape),
-    )
+    inputs, targets = torch.zeros(R, T, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    weight = torch.zeros(shape)
     for r, i in enumerate(rows):
         n = len(data[i].tokens)
         inputs[r, :n] = torch.tensor(data[i].tokens)

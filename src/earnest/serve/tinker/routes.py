@@ -140,8 +140,7 @@ def router(host: Host, store: ServerStore) -> APIRouter:
         promise = (await lazy.get()).promises.get(str((await _body(request))["request_id"]))
         result = await promise.wait(POLL)
         if result is None:
-            body = {"type": "try_again", "request_id": promise.id, "queue_state": "active"}
-            return JSONResponse(body, 408)
+            return JSONResponse({"type": "try_again", "request_id": promise.id, "queue_state": "active"}, 408)
         from earnest.serve.tinker import wire
 
         protobuf = wire.PROTOBUF in request.headers.get("accept", "")
@@ -149,11 +148,9 @@ def router(host: Host, store: ServerStore) -> APIRouter:
         promise.fetched = True
         return Response(data, media_type=kind)
 
-    async def with_body(request: Request, path: str) -> Response:
-        return _json(WITH_BODY[path](await lazy.get(), await _body(request), request.path_params))
-
-    async def without_body(request: Request, path: str) -> Response:
-        return _json(WITHOUT_BODY[path](await lazy.get(), request))
+    async def answered(request: Request, path: str) -> Response:
+        found = ANSWERED[path](await lazy.get(), request, await _body(request))
+        return Response(status_code=204) if found is None else JSONResponse(found)
 
     async def fixed(_: Request, path: str) -> Response:
         return JSONResponse(FIXED[path])
@@ -163,7 +160,7 @@ def router(host: Host, store: ServerStore) -> APIRouter:
             return JSONResponse({"detail": host.failure or "the model is being loaded."}, 503)
         return JSONResponse({"status": "ok"})
 
-    tables = ((fixed, FIXED), (with_body, WITH_BODY), (without_body, WITHOUT_BODY), (promised, PROMISED))
+    tables = ((fixed, FIXED), (answered, ANSWERED), (promised, PROMISED))
     routes: list[tuple[Handler, str]] = [(handler, path) for handler, table in tables for path in table]
     routes += [(run_pass, "POST /forward_backward"), (run_pass, "POST /forward"), (retrieve, "POST /retrieve_future")]
     for handler, path in [*routes, (healthz, "GET /healthz")]:
@@ -176,10 +173,6 @@ def _accepted(promise: Promise) -> Response:
     return JSONResponse({"request_id": promise.id, **promise.facts})
 
 
-def _json(found: Mapping[str, Any] | None) -> Response:
-    return Response(status_code=204) if found is None else JSONResponse(found)
-
-
 def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]]:
     limit, offset = (int(request.query_params.get(k, v)) for k, v in (("limit", 20), ("offset", 0)))
     if limit < 0 or offset < 0:
@@ -187,16 +180,16 @@ def _page(request: Request, found: list[Any]) -> tuple[list[Any], dict[str, int]
     return found[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(found)}
 
 
-def _path(parameters: Mapping[str, str]) -> CheckpointPath:
-    return CheckpointPath.parse(f"tinker://{parameters['run']}/{parameters['checkpoint']}")
+def _path(request: Request) -> CheckpointPath:
+    return CheckpointPath.parse(f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}")
 
 
-def _runs(service: Service, request: Request) -> Mapping[str, Any]:
+def _runs(service: Service, request: Request, _: Body) -> Body:
     shown, cursor = _page(request, service.checkpoints.runs())
     return {"training_runs": [service.checkpoints.describe(r) for r in shown], "cursor": cursor}
 
 
-def _checkpoints(service: Service, request: Request) -> Mapping[str, Any]:
+def _checkpoints(service: Service, request: Request, _: Body) -> Body:
     found = [c for run in service.checkpoints.runs() for c in service.checkpoints.checkpoints(run)]
     shown, cursor = _page(request, sorted(found, key=lambda c: str(c["time"]), reverse=True))
     return {"checkpoints": shown, "cursor": cursor}
@@ -209,36 +202,32 @@ FIXED: Mapping[str, Body] = {
 }
 """Answers that need no model."""
 
-WITH_BODY: Mapping[str, Callable[[Service, Body, Mapping[str, str]], Body | None]] = {
-    "POST /create_session": lambda service, body, _: service.create_session(body),
-    "POST /session_heartbeat": lambda service, body, _: service.heartbeat(str(body["session_id"])),
-    "POST /get_info": lambda service, body, _: service.info(str(body["model_id"])),
-    "POST /create_sampling_session": lambda service, body, _: service.create_sampler(body),
-    "POST /join_sampling_session": lambda service, body, _: service.join(str(body["sampling_session_id"])),
-    "POST /weights_info": lambda service, body, _: service.weights_info(str(body["tinker_path"])),
-    "PUT /training_runs/{run}/checkpoints/{checkpoint:path}/ttl": lambda service, body, parameters: (
-        service.checkpoints.set_ttl(_path(parameters), body.get("ttl_seconds"))
-    ),
-}
-"""Calls with a body; None is answered with 204."""
-
-WITHOUT_BODY: Mapping[str, Callable[[Service, Request], Body | None]] = {
-    "GET /get_server_capabilities": lambda service, _: service.capabilities(),
-    "POST /sessions/{session_id}/finish": lambda service, r: service.finish_session(r.path_params["session_id"]),
-    "GET /samplers/{sampler_id}": lambda service, r: service.sampler(r.path_params["sampler_id"]),
+ANSWERED: Mapping[str, Callable[[Service, Request, Body], Body | None]] = {
+    "POST /create_session": lambda service, _, body: service.create_session(body),
+    "POST /session_heartbeat": lambda service, _, body: service.heartbeat(str(body["session_id"])),
+    "POST /get_info": lambda service, _, body: service.info(str(body["model_id"])),
+    "POST /create_sampling_session": lambda service, _, body: service.create_sampler(body),
+    "POST /join_sampling_session": lambda service, _, body: service.join(str(body["sampling_session_id"])),
+    "POST /weights_info": lambda service, _, body: service.weights_info(str(body["tinker_path"])),
+    "POST /sessions/{session_id}/finish": lambda service, r, _: service.finish_session(r.path_params["session_id"]),
+    "GET /get_server_capabilities": lambda service, *_: service.capabilities(),
+    "GET /samplers/{sampler_id}": lambda service, r, _: service.sampler(r.path_params["sampler_id"]),
     "GET /training_runs": _runs,
-    "GET /training_runs/{run}": lambda service, r: service.checkpoints.describe(r.path_params["run"]),
-    "GET /training_runs/{run}/checkpoints": lambda service, r: {
+    "GET /training_runs/{run}": lambda service, r, _: service.checkpoints.describe(r.path_params["run"]),
+    "GET /training_runs/{run}/checkpoints": lambda service, r, _: {
         "checkpoints": service.checkpoints.checkpoints(r.path_params["run"])
     },
-    "DELETE /training_runs/{run}/checkpoints/{checkpoint:path}": lambda service, r: service.checkpoints.delete(
-        _path(r.path_params)
+    "PUT /training_runs/{run}/checkpoints/{checkpoint:path}/ttl": lambda service, r, body: service.checkpoints.set_ttl(
+        _path(r), body.get("ttl_seconds")
+    ),
+    "DELETE /training_runs/{run}/checkpoints/{checkpoint:path}": lambda service, r, _: service.checkpoints.delete(
+        _path(r)
     ),
     "GET /checkpoints": _checkpoints,
-    "GET /sessions": lambda service, r: {"sessions": _page(r, list(service.sessions))[0]},
-    "GET /sessions/{session_id}": lambda service, r: service.describe_session(r.path_params["session_id"]),
+    "GET /sessions": lambda service, r, _: {"sessions": _page(r, list(service.sessions))[0]},
+    "GET /sessions/{session_id}": lambda service, r, _: service.describe_session(r.path_params["session_id"]),
 }
-"""Calls without a body."""
+"""Calls that are answered at once; None is answered with 204."""
 
 PROMISED: Mapping[str, Callable[[Service, Body], Promise]] = {
     "POST /create_model": lambda service, body: service.create_model(body),

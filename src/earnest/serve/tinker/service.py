@@ -44,8 +44,6 @@ class Session:
 
 
 class Service:
-    """One host's Tinker API."""
-
     def __init__(self, host: Host, store: ServerStore) -> None:
         self.host, self.settings = host, host.settings
         self.name = served_name(self.settings.model)
@@ -163,25 +161,14 @@ class Service:
         return JsonResult({"type": "unload_model", "model_id": run})
 
     def info(self, run: str) -> dict[str, Any]:
-        lora = self.model(run).lora
-        policy = self.host.policy
-        return {
-            "type": "get_info",
-            "model_id": run,
-            "model_name": self.name,
-            "model_data": {
-                "arch": policy.model.config.model_type,
-                "model_name": self.name,
-                # Where transformers finds the tokenizer: for an embedded model, its folder on this machine.
-                "tokenizer_id": self.tokenizer_id(),
-            },
-            "is_lora": True,
-            "lora_rank": lora.rank,
-        }
+        # Where transformers finds the tokenizer: for an embedded model, its folder on this machine.
+        arch, tokenizer = self.host.policy.model.config.model_type, self.tokenizer_id()
+        data = {"arch": arch, "model_name": self.name, "tokenizer_id": tokenizer}
+        found = {"type": "get_info", "model_id": run, "model_name": self.name, "model_data": data}
+        return found | {"is_lora": True, "lora_rank": self.model(run).lora.rank}
 
     def tokenizer_id(self) -> str:
-        found = getattr(self.host.policy.tokenizer, "name_or_path", "")
-        return str(found) or self.settings.model
+        return str(getattr(self.host.policy.tokenizer, "name_or_path", "")) or self.settings.model
 
     def pass_(self, request: PassRequest) -> Promise:
         self.model(request.model_id)

@@ -132,15 +132,12 @@ def _proto_datum(datum: Any, index: int) -> Datum:
     for chunk in datum.model_input:
         if chunk.WhichOneof("chunk") != "encoded_text":
             raise WireError(f"datum {index} has a chunk that is not text; this server reads tokens only.")
-        tokens += np.frombuffer(_whole(chunk.encoded_text.tokens, 4, index), dtype="<i4").tolist()
+        data = chunk.encoded_text.tokens
+        if len(data) % 4:
+            raise WireError(f"datum {index}: {len(data)} bytes are not a whole number of 4-byte values.")
+        tokens += np.frombuffer(data, dtype="<i4").tolist()
     inputs = {name: _proto_tensor(t, f"datum {index}: {name}") for name, t in datum.loss_fn_inputs.items()}
     return Datum(tuple(tokens), inputs)
-
-
-def _whole(data: bytes, size: int, index: int) -> bytes:
-    if len(data) % size:
-        raise WireError(f"datum {index}: {len(data)} bytes are not a whole number of {size}-byte values.")
-    return data
 
 
 def _proto_tensor(message: Any, where: str) -> Tensor:
@@ -152,15 +149,9 @@ def _proto_tensor(message: Any, where: str) -> Tensor:
     try:
         if message.WhichOneof("encoding") == "sparse_csr":
             csr = message.sparse_csr
-            return dense(
-                Cells(
-                    torch.from_numpy(np.frombuffer(csr.values, kind).copy()),
-                    shape,
-                    torch.from_numpy(np.frombuffer(csr.crow_indices, "<i8").copy()),
-                    torch.from_numpy(np.frombuffer(csr.col_indices, "<i8").copy()),
-                ),
-                where,
-            )
+            sent = ((csr.values, kind), (csr.crow_indices, "<i8"), (csr.col_indices, "<i8"))
+            values, rows, columns = (torch.from_numpy(np.frombuffer(data, k).copy()) for data, k in sent)
+            return dense(Cells(values, shape, rows, columns), where)
         flat = np.frombuffer(message.dense, kind)
     except ValueError as error:
         raise WireError(f"{where}: {error}.") from error
@@ -168,8 +159,11 @@ def _proto_tensor(message: Any, where: str) -> Tensor:
 
 
 def _json_datum(datum: Mapping[str, Any], index: int) -> Datum:
-    inputs = {name: json_tensor(t, f"datum {index}: {name}") for name, t in datum["loss_fn_inputs"].items()}
-    return Datum(tuple(json_tokens(datum["model_input"], f"datum {index}")), inputs)
+    where, inputs = f"datum {index}", {}
+    for name, given in datum["loss_fn_inputs"].items():
+        cells, place = json_cells(given, f"{where}: {name}"), f"{where}: {name}"
+        inputs[name] = _shaped(cells.values, cells.shape, place) if cells.rows is None else dense(cells, place)
+    return Datum(tuple(json_tokens(datum["model_input"], where)), inputs)
 
 
 def json_tokens(model_input: Mapping[str, Any], where: str) -> list[int]:
@@ -191,11 +185,6 @@ def json_cells(given: Mapping[str, Any], where: str) -> Cells:
         return Cells(values, shape)
     rows, columns = (torch.tensor(given[f"sparse_{side}_indices"], dtype=torch.int64) for side in ("crow", "col"))
     return Cells(values, shape, rows, columns)
-
-
-def json_tensor(given: Mapping[str, Any], where: str) -> Tensor:
-    cells = json_cells(given, where)
-    return dense(cells, where) if cells.rows is not None else _shaped(cells.values, cells.shape, where)
 
 
 def dense(cells: Cells, where: str, empty: int = 0) -> Tensor:
