@@ -71,7 +71,6 @@ class RaySampler:
         return self._get(self.actor.sample.remote([list(p) for p in prompts], n, spec))
 
     def process(self) -> int:
-        """The actor's process id."""
         return int(self._get(self.actor.process.remote()))
 
     def close(self) -> None:

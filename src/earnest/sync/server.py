@@ -26,7 +26,7 @@ from typing import Any
 from urllib.parse import quote
 
 from earnest.errors import ConfigError, SamplingError
-from earnest.http import Client, NoAnswer, Refused
+from earnest.http import Client, NoAnswer, Refused, read_json
 from earnest.models import SampleSpec
 from earnest.sync.base import Weights
 
@@ -41,9 +41,9 @@ EXACT = (
 class RequestRefused(SamplingError):
     """The server answered with an error status."""
 
-    def __init__(self, sentence: str, status: int) -> None:
+    def __init__(self, sentence: str, error: Refused) -> None:
         super().__init__(sentence)
-        self.status = status
+        self.status, self.text, self.again = error.status, error.text, error.tries > 1
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,6 @@ class Server:
         """The folder or name from which vLLM loaded its base."""
 
     def models(self) -> list[Mapping[str, Any]]:
-        """What /v1/models lists."""
         found = self.call("GET", "/v1/models")
         listed = found.get("data") if isinstance(found, dict) else None
         return listed if isinstance(listed, list) else []
@@ -134,8 +133,7 @@ class Server:
         try:
             self._change("/pause?mode=wait", {})
             try:
-                body = {"method": "reload_weights", "kwargs": {"weights_path": place}}
-                self._change("/collective_rpc", body)
+                self._change("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": place}})
                 self._change("/reset_prefix_cache", {})
                 self._change("/update_weight_version", {"new_version": name})
             finally:
@@ -206,18 +204,9 @@ class Server:
     ) -> list[Choice]:
         """``n`` completions with the settings and the seed of ``spec``. Every setting is in the request, since servers
         have defaults of their own."""
-        body: dict[str, Any] = {
-            "model": model,
-            "prompt": list(prompt),
-            "max_tokens": spec.max_new_tokens,
-            "n": n,
-            "temperature": spec.temperature,
-            "top_p": spec.top_p,
-            "top_k": spec.top_k,
-            "seed": spec.seed,
-            "logprobs": 1,
-            "return_token_ids": True,
-        }
+        body: dict[str, Any] = {"model": model, "prompt": list(prompt), "max_tokens": spec.max_new_tokens, "n": n}
+        body |= {name: getattr(spec, name) for name in ("temperature", "top_p", "top_k", "seed")}
+        body |= {"logprobs": 1, "return_token_ids": True}
         if self.kind != "earnest":
             body |= {"top_k": spec.top_k or -1, "min_p": 0.0, "repetition_penalty": 1.0, "stop_token_ids": sorted(ends)}
         return [self._choice(choice, prompt) for choice in self._choices(body | more, n)]
@@ -250,30 +239,22 @@ class Server:
     def _change(self, path: str, body: Mapping[str, Any] | bytes, done: Any = lambda *_: False) -> None:
         """A request whose answer was lost may have been carried out: ``done`` recognises the refusals that mean it."""
         try:
-            self.http.call("POST", path, body, read=lambda response: response.text)
-        except Refused as error:
-            if not done(error.status, error.text, error.tries > 1):
-                raise self._refusal(path, error) from None
-        except NoAnswer as error:
-            raise self._no_answer(path, error) from None
+            self.call("POST", path, body, lambda response: response.text)
+        except RequestRefused as error:
+            if not done(error.status, error.text, error.again):
+                raise
 
-    def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The JSON that the server answers."""
+    def call(self, method: str, path: str, body: Mapping[str, Any] | bytes | None = None, read: Any = read_json) -> Any:
+        """What the server answers: JSON, or what ``read`` makes of the response."""
         try:
-            return self.http.call(method, path, body).value
+            return self.http.call(method, path, body, read=read).value
         except Refused as error:
-            raise self._refusal(path, error) from None
+            hint = f" Is ${self.key} set to a key of it?" if error.status in (401, 403) else ""
+            raise RequestRefused(f"sampler: {self.url}{path} refused with {error}{hint}", error) from None
         except NoAnswer as error:
-            raise self._no_answer(path, error) from None
-
-    def _refusal(self, path: str, error: Refused) -> RequestRefused:
-        hint = f" Is ${self.key} set to a key of it?" if error.status in (401, 403) else ""
-        return RequestRefused(f"sampler: {self.url}{path} refused with {error}{hint}", error.status)
-
-    def _no_answer(self, path: str, error: NoAnswer) -> SamplingError:
-        return SamplingError(
-            f"sampler: {self.url}{path} failed {self.http.tries} times; the last time: {error}. Is it running?"
-        )
+            raise SamplingError(
+                f"sampler: {self.url}{path} failed {self.http.tries} times; the last time: {error}. Is it running?"
+            ) from None
 
 
 def already_loaded(status: int, text: str, again: bool) -> bool:

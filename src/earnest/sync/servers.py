@@ -98,25 +98,15 @@ class ServerSampler:
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """A request has one prompt and a seed of its own: with one seed a server would give equal prompts equal
         answers."""
-        return self._sample(prompts, n, spec, [spec.max_new_tokens] * len(prompts), None)
+        return self.sample_until(None, prompts, n, spec, [spec.max_new_tokens] * len(prompts))
 
     def sample_until(
         self,
-        outdated: Callable[[], bool],
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        spec: SampleSpec,
-        limits: Sequence[int],
-    ) -> list[Rollout]:
-        return self._sample(prompts, n, spec, limits, outdated)
-
-    def _sample(
-        self,
-        prompts: Sequence[Sequence[int]],
-        n: int,
-        spec: SampleSpec,
-        limits: Sequence[int],
         outdated: Callable[[], bool] | None,
+        prompts: Sequence[Sequence[int]],
+        n: int,
+        spec: SampleSpec,
+        limits: Sequence[int],
     ) -> list[Rollout]:
         if spec.stop:
             raise SamplingError("sampler: stop strings end completions inside a token on a server; leave them out.")

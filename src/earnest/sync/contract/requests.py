@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import combinations
 
-import torch
-
 from earnest.errors import SamplingError
 from earnest.sync import behaviour
 from earnest.sync.contract.session import AuditedRequest, SamplerAudit, values
@@ -44,13 +42,10 @@ def token_ids(session: SamplerAudit) -> Iterator[Finding]:
 
 
 def log_probs(session: SamplerAudit) -> Iterator[Finding]:
-    request = AuditedRequest(None, session.prompts[0], session.spec())
-    asked = [replace(request, prompt=p) for p in session.prompts]
+    asked = [AuditedRequest(None, p, session.spec()) for p in session.prompts]
     found = [session.ask(r, 2) for r in asked]
-    flat = [c for choices in found for c in choices]
-    own = torch.cat([session.own(r, c) for r, c in zip(asked, found, strict=True)])
-    raw = [session.own(replace(r, spec=replace(r.spec, temperature=1.0)), c) for r, c in zip(asked, found, strict=True)]
-    yield session.judged("log-probs", values(flat), own, {behaviour.RAW: torch.cat(raw)})
+    raw = session.own([replace(r, spec=session.spec(temperature=1.0)) for r in asked], found)
+    yield session.judged("log-probs", asked, found, {behaviour.RAW: raw})
 
 
 def draws(session: SamplerAudit) -> Iterator[Finding]:
@@ -63,8 +58,7 @@ def draws(session: SamplerAudit) -> Iterator[Finding]:
         tail = set(index[(ordered.cumsum(-1) - ordered) >= NUCLEUS].tolist())
         mass = float(p[list(tail)].sum())
         for part in range(2):
-            request = AuditedRequest(None, prompt, replace(spec, seed=100 * place + part))
-            found = session.ask(request, 16)
+            found = session.ask(AuditedRequest(None, prompt, replace(spec, seed=100 * place + part)), 16)
             outside += sum(c.tokens[0] in tail for c in found)
             expected, variance, total = expected + 16 * mass, variance + 16 * mass * (1 - mass), total + 16
     measured, wanted = (
@@ -86,19 +80,18 @@ def draws(session: SamplerAudit) -> Iterator[Finding]:
 
 def _truncated(law: str, min_p: float = 0.0, **settings: float) -> Callable[[SamplerAudit], Iterator[Finding]]:
     def check(session: SamplerAudit) -> Iterator[Finding]:
-        request = AuditedRequest(None, session.prompts[0], session.spec(temperature=HOT, **settings), min_p)
-        asked = [replace(request, prompt=p) for p in session.prompts]
+        spec = session.spec(temperature=HOT, **settings)
+        asked = [AuditedRequest(None, p, spec, min_p) for p in session.prompts]
         try:
             found = [session.ask(r, 2) for r in asked]
         except RequestRefused as error:
             yield session.refused(law, error)
             return
-        own = torch.cat([session.own(r, c) for r, c in zip(asked, found, strict=True)])
         meaning = (
             f"Log-probs of tokens sampled with {law} are not those of the renormalised distribution, so a ratio to "
             "them is biased; train with the whole distribution, or on a server that renormalises."
         )
-        yield session.judged(law, values([c for choices in found for c in choices]), own, {}, meaning)
+        yield session.judged(law, asked, found, sentence=meaning)
 
     return check
 
@@ -163,7 +156,7 @@ def stop_strings(session: SamplerAudit) -> Iterator[Finding]:
         return
     whole, before = decode(list(found.tokens)), decode(list(found.tokens[:-1]))
     exact = stop in whole and stop not in before
-    right = exact and float((values([found]) - session.own(request, [found])).abs().mean()) <= session.allowed
+    right = exact and float((values([[found]]) - session.own([request], [[found]])).abs().mean()) <= session.allowed
     yield session.finding(
         law, f"{stop!r} stopped at {whole!r}", expected, right,
         "The tokens do not end where the string is completed, or their log-probs are others: leave stop strings out "

@@ -136,8 +136,7 @@ class SamplerAudit:
         """Of the next token after every position."""
         with self._as(weights):
             ids = torch.tensor([list(tokens)], device=self.policy.device)
-            found = self.policy.head.logits(self.policy.hidden(ids)[0])
-            return found.detach().cpu().double()
+            return self.policy.head.logits(self.policy.hidden(ids)[0]).detach().cpu().double()
 
     def scores(self, weights: Weights | None, rows: Sequence[Sequence[int]]) -> Logprobs:
         """log π(token_t | token_<t) of fixed rows at temperature 1."""
@@ -147,10 +146,11 @@ class SamplerAudit:
         ]
         return torch.cat(parts)
 
-    def own(self, request: AuditedRequest, found: Sequence[Choice]) -> Logprobs:
-        """The log-probs that the tokens of these completions have here, under what was requested."""
-        spec, parts = request.spec, []
-        for choice in found:
+    def own(self, asked: Sequence[AuditedRequest], found: Sequence[Sequence[Choice]]) -> Logprobs:
+        """The log-probs that the tokens of each request's completions have here, under what was requested."""
+        parts = []
+        for request, choice in ((r, c) for r, choices in zip(asked, found, strict=True) for c in choices):
+            spec = request.spec
             logits = self.logits(request.weights, [*request.prompt, *choice.tokens[:-1]])[len(request.prompt) - 1 :]
             scaled = truncate(logits / (spec.temperature or 1.0), spec.top_k, spec.top_p)
             if request.min_p:
@@ -169,14 +169,20 @@ class SamplerAudit:
         return Finding(law, self.subject, f"refused (HTTP {error.status})", "exact, or refused", "holds")
 
     def judged(
-        self, law: str, theirs: Logprobs, own: Logprobs, others: Mapping[str, Logprobs], sentence: str = ""
+        self,
+        law: str,
+        asked: Sequence[AuditedRequest],
+        found: Sequence[Sequence[Choice]],
+        others: Mapping[str, Logprobs] | None = None,
+        sentence: str = "",
     ) -> Finding:
         """Equal log-probs, or the reason why they differ: ``sentence``, or the one of what they match."""
+        theirs, own = values(found), self.own(asked, found)
         off = apart(theirs, own)
-        meaning = sentence or reason(theirs, own, others, self.allowed)
+        meaning = sentence or reason(theirs, own, others or {}, self.allowed)
         return self.finding(law, f"{off:.2g} nats per token off", f"≤ {self.allowed:g}", off <= self.allowed, meaning)
 
 
-def values(found: Sequence[Choice]) -> Logprobs:
-    """The log-probs of several completions, one after the other."""
-    return torch.tensor([v for choice in found for v in choice.logprobs], dtype=torch.float64)
+def values(found: Sequence[Sequence[Choice]]) -> Logprobs:
+    """The log-probs of the completions of several requests, one after the other."""
+    return torch.tensor([v for choices in found for c in choices for v in c.logprobs], dtype=torch.float64)

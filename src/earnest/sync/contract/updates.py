@@ -64,8 +64,7 @@ def prefix_cache(session: SamplerAudit) -> Iterator[Finding]:
 
 def _sampled(session: SamplerAudit, law: str, asked: list[AuditedRequest], model: str) -> Finding:
     found = [session.ask(r, model=model) for r in asked]
-    own = torch.cat([session.own(r, c) for r, c in zip(asked, found, strict=True)])
-    return session.judged(law, values([c for choices in found for c in choices]), own, {}, STALE[law])
+    return session.judged(law, asked, found, sentence=STALE[law])
 
 
 STALE = {
@@ -118,7 +117,7 @@ def _at_once(session: SamplerAudit, law: str, wanted: list[tuple[Weights | None,
     ]
     with ThreadPoolExecutor(len(asked)) as pool:
         found = list(pool.map(session.ask, asked))
-    offs = [apart(values(c), session.own(r, c)) for r, c in zip(asked, found, strict=True)]
+    offs = [apart(values([c]), session.own([r], [c])) for r, c in zip(asked, found, strict=True)]
     wrong = sum(not off <= session.allowed for off in offs)
     return session.finding(
         law, f"{wrong} of {len(asked)} requests at once have others' log-probs", "none", wrong == 0,
