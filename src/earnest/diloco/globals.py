@@ -123,7 +123,6 @@ class Globals:
         return self.chain(digests)
 
     def advance(self, mean: FlatVector) -> None:
-        """Apply the round's average."""
         index, known = self.round % len(self.fragments), self._ahead
         self._ahead = None
         if known is not None and known[0] == self.round and known[1] is mean:

@@ -22,7 +22,6 @@ from earnest.diloco.wire import FlatVector, Wire
 
 
 def of_group(ledger: Ledger, group: int) -> Ledger:
-    """The ledger of a group's own rounds."""
     return replace(ledger, bucket=ledger.bucket.under(f"groups/{group:05d}/"))
 
 

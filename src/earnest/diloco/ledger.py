@@ -46,8 +46,6 @@ class Commit:
 
 @dataclass(frozen=True)
 class Ledger:
-    """Typed reading and writing of a run's objects."""
-
     bucket: Bucket
     parallel: int = PARALLEL
     signatures: Signatures | None = None
@@ -107,18 +105,9 @@ class Ledger:
 
     def present(self, k: int) -> tuple[list[tuple[int, int]], list[int]]:
         """((replica, attempt) of each delta, replicas that announced themselves), from one listing."""
-        deltas: list[tuple[int, int]] = []
-        announced: list[int] = []
-        for key in self.bucket.list(f"outer/{k:08d}/"):
-            found = _MEMBER.search(key)
-            if found is None:
-                continue
-            kind, replica, attempt = found.groups()
-            if kind == "delta":
-                deltas.append((int(replica), int(attempt or 0)))
-            elif kind == "announced":
-                announced.append(int(replica))
-        return sorted(deltas), announced
+        found = [m.groups() for key in self.bucket.list(f"outer/{k:08d}/") if (m := _MEMBER.search(key))]
+        deltas = [(int(replica), int(attempt or 0)) for kind, replica, attempt in found if kind == "delta"]
+        return sorted(deltas), [int(replica) for kind, replica, _ in found if kind == "announced"]
 
     def put_report(self, k: int, replica: int, meta: Mapping[str, Any]) -> None:
         """Write a replica's report on a round that was averaged over the network, for the launcher."""
@@ -153,7 +142,6 @@ class Ledger:
         return found
 
     def committed(self) -> int:
-        """How many rounds are committed."""
         k = max(self.states(), default=0)
         while self.commit(k) is not None:
             k += 1
@@ -177,8 +165,7 @@ class Ledger:
         Commits stay, at some hundred bytes each: a replica that was paused since an old round must find that the round
         is decided. Without the commit it would decide the round a second time.
         """
-        keys = self.bucket.list("outer/")
-        rounds = [(key, _ROUND.match(key)) for key in keys if _MEMBER.search(key)]
+        rounds = [(key, _ROUND.match(key)) for key in self.bucket.list("outer/") if _MEMBER.search(key)]
         old = [key for key, k in rounds if k and int(k[1]) < before]
         old += [f"state/{k:08d}" for k in self.states() if k < before]
         self.bucket.delete(old)

@@ -72,7 +72,6 @@ class BucketManager:
         """Does nothing: other replicas read weights from the bucket only."""
 
     def start_quorum(self, allow_heal: bool = True, shrink_only: bool = False, timeout: Any = None) -> None:
-        del allow_heal, shrink_only, timeout
         self._gathered, self._result, self._failure, self._vector = [], None, None, None
 
     def current_step(self) -> int:
@@ -91,7 +90,6 @@ class BucketManager:
 
     def should_commit(self, timeout: Any = None) -> bool:
         """Always True (a round that cannot be finished raises); also applies the average to the agreed state."""
-        del timeout
         result = self._result
         assert result is not None, "torchft called should_commit before wait"
         if self.wire.lossy and self._vector is not None and self._sent_by_this_process(result.sent):

@@ -38,8 +38,7 @@ class MeshOuter:
 
     def after_update(self, engine: Any) -> Mapping[str, float]:
         """After every update of the engine; the result has numbers where a round ended."""
-        found = self._together(engine, lambda first: first.after_update(engine), changed=bool)
-        return dict(found)
+        return dict(self._together(engine, lambda first: first.after_update(engine), changed=bool))
 
     def _together(self, engine: Any, call: Callable[[Any], Any], changed: Callable[[Any], bool]) -> Any:
         news: tuple[Any, dict[str, Any], list[Tensor] | None] | None = None
@@ -68,6 +67,5 @@ class MeshOuter:
         return {} if self.first is None else self.first.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a checkpoint; ``join`` decides whether it is still current."""
         if self.first is not None:
             self.first.load_state_dict(state)

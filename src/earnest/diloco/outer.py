@@ -41,7 +41,6 @@ class SyncSchedule:
 
     @classmethod
     def of(cls, sync: SyncConfig) -> SyncSchedule:
-        """The schedule of a recipe's ``sync``."""
         outer = OuterSGD(sync.lr, sync.momentum, sync.nesterov) if sync.algorithm == "diloco" else None
         return cls(sync.every, sync.fragments, sync.delay, sync.alpha, outer)
 
@@ -61,34 +60,19 @@ class SyncSchedule:
         return self.every // self.fragments
 
 
-class CountingOptimizer(torch.optim.Optimizer):
-    """An optimizer that changes no weight; torchft counts steps in its hooks."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        super().__init__(list(parameters), {})
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        del closure
-
-
 class WeightCopies:
     """fp32 copies on the CPU of what is trained: the adapter's parameters, then the guard's quarantine."""
 
     def __init__(self, engine: Any, fragments: int) -> None:
         self.guarded = sorted(k for k in _guard_state(engine) if k.startswith("quarantine."))
-        tensors = self._live(engine)
-        self.copies = [nn.Parameter(t.detach().float().cpu().clone()) for t in tensors]
+        self.copies = [nn.Parameter(t.detach().float().cpu().clone()) for t in self._live(engine)]
         count = len(engine.parameters)
         if fragments > count:
             raise ConfigError(f"sync.fragments is {fragments}, but there are only {count} tensors to share out.")
         owner = _share_out([p.numel() for p in engine.parameters], fragments)
-        owner += [self._owner(name, engine.names, owner) for name in self.guarded]
+        names = list(zip(engine.names, owner, strict=False))  # a parameter and its quarantine share a round
+        owner += [next((o for n, o in names if n in name), 0) for name in self.guarded]
         self.groups = [[i for i, o in enumerate(owner) if o == f] for f in range(fragments)]
-
-    @staticmethod
-    def _owner(name: str, names: Sequence[str], owner: Sequence[int]) -> int:
-        """A parameter's quarantine is averaged in the same round as the parameter."""
-        return next((o for n, o in zip(names, owner, strict=False) if n in name), 0)
 
     def _live(self, engine: Any) -> list[Tensor]:
         state = _guard_state(engine)
@@ -122,13 +106,13 @@ class WeightCopies:
                 self.copies[index].copy_(weight)
 
 
-def algorithm(manager: Any, weights: WeightCopies, schedule: SyncSchedule) -> tuple[Any, CountingOptimizer]:
+def algorithm(manager: Any, weights: WeightCopies, schedule: SyncSchedule) -> tuple[Any, torch.optim.Optimizer]:
     """torchft's DiLoCo or LocalSGD on the copies, with any Manager: ours, or torchft's own with its Lighthouse."""
     try:
         from torchft.local_sgd import DiLoCo, LocalSGD
     except ImportError:
         raise MissingExtra("torchft", "diloco", "a run with replicas") from None
-    tick = CountingOptimizer(weights.copies)
+    tick = torch.optim.SGD(weights.copies, lr=0.0)  # torchft counts steps in its hooks; the copies have no gradient
     modules = weights.modules()
     if schedule.outer is None:
         return LocalSGD(manager, nn.ModuleList(modules), tick, schedule.every), tick

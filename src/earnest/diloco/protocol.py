@@ -20,8 +20,9 @@ Invariants (tests/diloco/test_schedules.py checks them under random schedules, k
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,6 @@ class Rules:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What a replica contributes to a round."""
-
     round: int
     replica: int
     start: str
@@ -184,7 +183,8 @@ def finish_round(
             yield 0.0
             read([who for who in deltas if who not in valid and who not in bad])
             yield 0.0
-            chosen = _first_of_each(valid)
+            # replica → the first of its attempts that can be read: of equal keys the last one stays
+            chosen = dict(sorted(valid, reverse=True))
             if mine.replica not in chosen and (mine.replica, attempt) in bad and attempt < ATTEMPTS:
                 attempt += 1
                 ledger.put_delta(k, mine.replica, attempt, mine.payload, meta)
@@ -214,9 +214,8 @@ def finish_round(
     decided = list(zip(commit.members, commit.attempts, strict=True))
     read([who for who in decided if who not in valid])
     yield 0.0
-    for who in decided:
-        if who not in valid:
-            raise FellBehind(f"the delta of replica {who[0]} in round {k} can no longer be read")
+    if lost := [who for who in decided if who not in valid]:
+        raise FellBehind(f"the delta of replica {lost[0][0]} in round {k} can no longer be read")
     # this replica's own decision, or the same one: its average is computed already
     if proposed is not None and proposed[0] == commit:
         total = proposed[1]
@@ -228,15 +227,8 @@ def finish_round(
     return RoundResult(commit, total, sent, superseded, len(bad))
 
 
-def _first_of_each(valid: Mapping[tuple[int, int], object]) -> dict[int, int]:
-    """Replica → the first of its attempts that can be read."""
-    return dict(sorted(valid, reverse=True))  # of equal keys the last one stays: the smallest attempt
-
-
 def digest(tensors: Sequence[Tensor]) -> str:
     """sha256 over shapes and bytes."""
-    import hashlib
-
     total = hashlib.sha256()
     for tensor in tensors:
         flat = tensor.detach().cpu().contiguous()

@@ -118,8 +118,7 @@ def decode(payload: bytes, n: int, key: str = "delta") -> FlatVector:
         header = int.from_bytes(payload[:8], "little")
         metadata = json.loads(payload[8 : 8 + header])["__metadata__"]
         kind, count = metadata["wire"], int(metadata["n"])
-        parts = load(payload)
-        vector = _unpack(kind, parts, count)
+        vector = _unpack(kind, load(payload), count)
     except (SafetensorError, ValueError, KeyError, IndexError, RuntimeError) as error:
         raise Damaged(f"{key} is not a packed vector: {error}") from None
     if vector.numel() != n:

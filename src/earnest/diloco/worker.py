@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,16 +80,11 @@ def own_seed(config: RunConfig, replica: int) -> RunConfig:
 class ReplicaLoop(TrainingLoop):
     """The training loop of one replica: no evaluation, checkpoints between rounds, steps that follow the rounds."""
 
-    replica_plan: ReplicaPlan
     outer: OuterHook
     rewards: list[float]
 
     def again(self) -> str:
         return f"earnest worker {self.run.header['url']}"
-
-    def set_outer(self, replica_plan: ReplicaPlan, outer: OuterHook) -> None:
-        """Set its plan and its outer hook; call before ``restore``."""
-        self.replica_plan, self.outer, self.rewards = replica_plan, outer, []
 
     def enter(self) -> None:
         """Continue from a checkpoint or from the bucket."""
@@ -148,8 +144,7 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
 
     If the run's settings name several ranks, this process starts them and returns None, unless ``torchrun`` started it.
     """
-    label = "joiner" if replica is None else f"replica-{replica}"
-    ledger = Ledger(Bucket.open(url, writer=label))
+    ledger = Ledger(Bucket.open(url, writer="joiner" if replica is None else f"replica-{replica}"))
     recipe, config, rows = read_config(ledger)
     if config.engine.ranks > 1 and "WORLD_SIZE" not in os.environ:
         _start_ranks(config.engine.ranks, url, replica, folder)
@@ -178,12 +173,12 @@ def work(url: str, replica: int | None, folder: Path | None, console: Console) -
         ending.callback(run.close)
         ranks.settle(mesh, place, here)
         loop = ReplicaLoop(setup, run, reporter_on(console), [])
-        planned = plan(config)
-        outer = outer_hook(setup, ledger, own, planned, run)
+        make = partial(outer_hook, setup, ledger, own, plan(config), run)
+        outer = make() if mesh.size == 1 else MeshOuter(mesh, setup.engine, make)
         ending.callback(outer.close)
         engine = setup.require_local("a replica")
         engine.outer = outer if engine.outer is None else TwoHooks(outer, engine.outer)
-        loop.set_outer(planned, outer)
+        loop.outer, loop.rewards = outer, []
         if mesh.from_first(mesh.rank == 0 and checkpoints.newest(run) is not None):
             loop.restore()
         loop.enter()
@@ -211,42 +206,19 @@ def _start_ranks(count: int, url: str, replica: int | None, folder: Path | None)
         ) from None
 
 
-def outer_hook(setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder) -> OuterHook:
-    """The outer hook of these settings, on this rank."""
-    if setup.mesh.size == 1:
-        return _one_rank(setup, ledger, replica, planned, run)
-    return MeshOuter(setup.mesh, setup.engine, lambda: _one_rank(setup, ledger, replica, planned, run))
-
-
-def _one_rank(
+def outer_hook(
     setup: Setup, ledger: Ledger, replica: int, planned: ReplicaPlan, run: RunFolder
 ) -> ReplicaOuter | LighthouseOuter:
-    sync, rounds = planned.config.sync, planned.rounds
-    schedule = SyncSchedule.of(sync)
+    """The outer hook of these settings, on the rank that synchronizes."""
+    sync, schedule = planned.config.sync, SyncSchedule.of(planned.config.sync)
+    ends: dict[str, Any] = {"rounds": planned.rounds, "snapshot_every": sync.snapshot_every}
     if sync.lighthouse is not None:
-        return LighthouseOuter(
-            setup.engine,
-            ledger,
-            replica,
-            sync.lighthouse,
-            planned.quorum,
-            schedule,
-            rounds=rounds,
-            snapshot_every=sync.snapshot_every,
-            timeout=sync.timeout,
-        )
-    return ReplicaOuter(
-        setup.engine,
-        ledger,
-        replica,
-        Rules(planned.config.replicas, planned.quorum, sync.grace, sync.timeout, max_norm=sync.max_norm),
-        schedule,
-        Wire(sync.wire or ("bf16" if sync.algorithm == "diloco" else "fp32"), sync.density, sync.feedback),
-        rounds=rounds,
-        snapshot_every=sync.snapshot_every,
-        groups=sync.groups,
-        say=lambda text: run.event("warning", text),
-    )
+        how = (sync.lighthouse, planned.quorum, schedule)
+        return LighthouseOuter(setup.engine, ledger, replica, *how, timeout=sync.timeout, **ends)
+    rules = Rules(planned.config.replicas, planned.quorum, sync.grace, sync.timeout, max_norm=sync.max_norm)
+    wire = Wire(sync.wire or ("bf16" if sync.algorithm == "diloco" else "fp32"), sync.density, sync.feedback)
+    say = partial(run.event, "warning")
+    return ReplicaOuter(setup.engine, ledger, replica, rules, schedule, wire, groups=sync.groups, say=say, **ends)
 
 
 def _folder(place: Path, url: str, replica: int, recipe: str, setup: Setup) -> RunFolder:

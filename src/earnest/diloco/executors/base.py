@@ -11,8 +11,10 @@ import importlib
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
+from urllib.parse import urlparse
 
 from earnest.errors import EarnestError, nearest
 
@@ -20,6 +22,7 @@ STORE_VARIABLES = ("AWS_", "GOOGLE_", "AZURE_", "OBJECT_STORE_")
 """Prefixes of the environment variables by which a store's address and keys reach a worker."""
 HUB_VARIABLES = ("HF_TOKEN", "HF_ENDPOINT")
 """What a worker needs to load a gated or private model."""
+INSTALL = "EARNEST_INSTALL"
 LOST = -9
 """The exit code of a replica whose actor or container is gone."""
 WAIT = 60.0
@@ -82,6 +85,55 @@ def gpu_variables(gpu: bool | None, number: int, ranks: int = 1) -> dict[str, st
     devices = named.split(",") if named else [str(i) for i in range(torch.cuda.device_count())]
     own = [devices[i % len(devices)] for i in range(number * ranks, (number + 1) * ranks) if devices]
     return {"CUDA_VISIBLE_DEVICES": ",".join(own)} if own else {}
+
+
+def elsewhere(job: Job, where: str) -> Job:
+    """The job for other machines, where each worker chooses its own folder. Refuses what only this machine can reach: a
+    store in a folder, loopback addresses, credential files, data."""
+    if job.url.startswith(("file:", "memory:")):
+        raise ExecutorError(
+            f"--on {where}: the run is at {job.url}, which only this machine can reach; give a bucket with "
+            "store=s3://… (or gs://…, az://…)."
+        )
+    for key, path in job.files.items():
+        raise ExecutorError(
+            f"--on {where}: {key}={path} is a file of this machine, which the workers cannot read; give a Hugging Face "
+            "id, or use --on local."
+        )
+    for name, value in job.env.items():
+        host = urlparse(value).hostname if "://" in value else None
+        if host is not None and (host in ("localhost", "0.0.0.0", "::1") or host.startswith("127.")):
+            raise ExecutorError(
+                f"--on {where}: ${name}={value} is an address of this machine only; give one that the workers reach."
+            )
+        if value.startswith(("/", "~")) and Path(value).expanduser().exists():
+            raise ExecutorError(
+                f"--on {where}: ${name} is a path of this machine, which the workers cannot read; give the keys "
+                "themselves in the environment."
+            )
+    return replace(job, folder=None)
+
+
+def demand_gpu(job: Job, there: bool, where: str, example: str) -> None:
+    """Refuse a run on CUDA on a machine without a GPU."""
+    if job.gpu and not there:
+        raise ExecutorError(f"--on {where}: device=cuda needs a machine with a GPU; write --on {example}.")
+
+
+def requirements() -> list[str]:
+    """What is installed there: ``$EARNEST_INSTALL``, the sources of earnest and of earnest-audit with a space between
+    them (addresses of wheels, git+https://…).
+
+    There is no default: a package of this name from PyPI would get the store's keys.
+    """
+    found = os.environ.get(INSTALL)
+    if not found:
+        raise ExecutorError(
+            f"--on hf installs earnest on the job's machine, with the store's keys beside it; set ${INSTALL} to the "
+            "sources of earnest and of earnest-audit that you trust (git+https://…, addresses of wheels), with a space "
+            "between them."
+        )
+    return found.split()
 
 
 class Executor(Protocol):

@@ -15,8 +15,7 @@ import re
 import time
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import ExecutorError, Exit, Job
-from earnest.diloco.executors.elsewhere import demand_gpu, elsewhere, requirements
+from earnest.diloco.executors.base import ExecutorError, Exit, Job, demand_gpu, elsewhere, requirements
 
 _log = logging.getLogger(__name__)
 IMAGE = "ghcr.io/astral-sh/uv:python3.11-bookworm"
@@ -79,8 +78,7 @@ class HFJobsExecutor:
             self._namespace = self._namespace or str(HfApi().whoami()["name"])
             self._jobs[replica] = (attempt, HfApi().run_job(**wanted, namespace=self._namespace).id)
         except HfHubHTTPError as error:
-            code = getattr(error.response, "status_code", None)
-            way_out = f" {TOKEN}" if code in (401, 403) else ""
+            way_out = f" {TOKEN}" if getattr(error.response, "status_code", None) in (401, 403) else ""
             raise ExecutorError(f"--on hf: replica {replica} was not started: {error}.{way_out}") from None
 
     def poll(self) -> list[Exit]:

@@ -15,8 +15,7 @@ import sys
 from importlib.metadata import requires
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import LOST, ExecutorError, Job, Polled
-from earnest.diloco.executors.elsewhere import demand_gpu, elsewhere
+from earnest.diloco.executors.base import LOST, ExecutorError, Job, Polled, demand_gpu, elsewhere
 from earnest.errors import MissingExtra
 
 HOURS = 24

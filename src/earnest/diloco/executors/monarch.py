@@ -9,8 +9,7 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import LOST, WAIT, ExecutorError, Job, Polled, gpu_variables
-from earnest.diloco.executors.elsewhere import elsewhere
+from earnest.diloco.executors.base import LOST, WAIT, ExecutorError, Job, Polled, elsewhere, gpu_variables
 from earnest.errors import MissingExtra
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from earnest.diloco.executors.base import LOST, WAIT, ExecutorError, Job, Polled
-from earnest.diloco.executors.elsewhere import elsewhere
+from earnest.diloco.executors.base import LOST, WAIT, ExecutorError, Job, Polled, elsewhere
 from earnest.diloco.executors.runner import Runner
 from earnest.sync.cluster import ClusterError, connect, first_line
 
@@ -45,10 +44,12 @@ class RayExecutor(Polled):
         return elsewhere(job, f"ray:{self.address}") if self.address else job
 
     def dry_run(self, job: Job) -> list[dict[str, Any]]:
+        import torch
+
         job = self._job(job)
         room = max(_actors(job) + 1, os.cpu_count() or 1)
         init = {"address": self.address} if self.address else {"address": "local", "num_cpus": room}
-        actor = {**OPTIONS, **_gpus(job, None if self.address else _gpus_here())}
+        actor = {**OPTIONS, **_gpus(job, None if self.address else torch.cuda.device_count())}
         return [
             {"ray.init": init, "actor": actor, "command": job.command(i), "env": dict(job.env)}
             for i in range(job.replicas)
@@ -111,12 +112,6 @@ def _gpus(job: Job, there: float | None) -> dict[str, Any]:
     if job.gpu or job.ranks > 1:
         return {"num_gpus": job.ranks}
     return {"num_gpus": "1 or less, if there are any" if there is None else 1 / math.ceil(job.replicas / there)}
-
-
-def _gpus_here() -> int:
-    import torch
-
-    return torch.cuda.device_count()
 
 
 def _actors(job: Job) -> int:
