@@ -70,19 +70,12 @@ def clean(
     backend = BuiltIn() if backend is None else backend
     left = list(pairs)
     steps = []
-    for op in ops:
+    for op in (*ops, *(() if leakage is None else (leakage,))):
         texts = [pair.text(op.field) for pair in left]
         judged = [i for i, text in enumerate(texts) if text.strip()]
-        verdicts = _judge(backend, op, [texts[i] for i in judged])
-        left, step = _sift(left, texts, judged, verdicts, op.op, op.field, op.settings)
-        steps.append(step)
-    if leakage is not None:
-        texts = [pair.text("prompt") for pair in left]
-        judged = [i for i, text in enumerate(texts) if text.strip()]
-        shares = [leakage.share(texts[i]) for i in judged]
-        verdicts = [FilterResult(share <= leakage.max_share, share) for share in shares]
-        settings = {"n": leakage.n, "max": leakage.max_share, "heldout": leakage.texts}
-        left, step = _sift(left, texts, judged, verdicts, "leakage", "prompt", settings)
+        said = [texts[i] for i in judged]
+        verdicts = op.judge(said) if isinstance(op, Leakage) else _judge(backend, op, said)
+        left, step = _sift(op, left, texts, dict(zip(judged, verdicts, strict=True)))
         steps.append(step)
     return Cleaned(tuple(left), tuple(steps), backend.name)
 
@@ -105,31 +98,19 @@ def _judge(backend: Backend, op: Op, texts: Sequence[str]) -> list[FilterResult]
 
 
 def _sift(
-    pairs: list[Pair],
-    texts: list[str],
-    judged: list[int],
-    verdicts: list[FilterResult],
-    name: str,
-    where: str,
-    settings: Mapping[str, Any],
+    op: Op | Leakage, pairs: list[Pair], texts: list[str], judged: Mapping[int, FilterResult]
 ) -> tuple[list[Pair], Filtered]:
-    bad = {i: v for i, v in zip(judged, verdicts, strict=True) if not v.keep}
-    examples = tuple(
-        Dropped(
-            pairs[i].id,
-            pairs[i].trace,
-            pairs[i].turn,
-            texts[i],
-            v.value,
-            None if v.twin is None else pairs[judged[v.twin]].id,
-        )
-        for i, v in list(bad.items())[:EXAMPLES]
-    )
+    bad = {i: v for i, v in judged.items() if not v.keep}
+    places, examples = list(judged), []
+    for i, v in list(bad.items())[:EXAMPLES]:
+        twin = None if v.twin is None else pairs[places[v.twin]].id
+        examples.append(Dropped(pairs[i].id, pairs[i].trace, pairs[i].turn, texts[i], v.value, twin))
     if pairs and len(bad) == len(pairs):
         shown = "; ".join(f"{e.text[:60]!r} ({'' if e.value is None else f'{e.value:.3g}'})" for e in examples)
         raise CleaningError(
-            f"{name} on {where} ({dict(settings)}) dropped all {len(pairs)} pairs that were left, such as {shown}. "
-            "Loosen it or leave it out; nothing was written."
+            f"{op.op} on {op.field} ({dict(op.settings)}) dropped all {len(pairs)} pairs that were left, such as "
+            f"{shown}. Loosen it or leave it out; nothing was written."
         )
     kept = [pair for i, pair in enumerate(pairs) if i not in bad]
-    return kept, Filtered(name, where, dict(settings), len(judged), len(pairs) - len(judged), len(bad), examples)
+    unjudged = len(pairs) - len(judged)
+    return kept, Filtered(op.op, op.field, dict(op.settings), len(judged), unjudged, len(bad), tuple(examples))

@@ -34,7 +34,6 @@ class CostLedger:
 
     @classmethod
     def of(cls, config: ReplayConfig, journal: Journal) -> CostLedger:
-        """A ledger with all costs in the journal."""
         made = cls({t.label: t.price for t in config.teachers} | {"judge": config.judge.price})
         for record in journal.records("answer"):
             made.count("answer", record["key"].rsplit("|", 2)[1], record["usage"])

@@ -94,8 +94,6 @@ class FilterResult:
 
 
 class Backend(Protocol):
-    """A backend computes the verdicts."""
-
     @property
     def name(self) -> str: ...
 
@@ -103,8 +101,6 @@ class Backend(Protocol):
 
 
 class BuiltIn:
-    """The filters of this file."""
-
     name = "built-in"
 
     def judge(self, op: Op, texts: Sequence[str]) -> list[FilterResult]:
@@ -125,16 +121,12 @@ def is_special(character: str) -> bool:
 
 
 def words(text: str) -> list[str]:
-    return [word for piece in re.split("[ \n\t]", text) if (word := _strip(piece))]
-
-
-def _strip(word: str) -> str:
-    begin, end = 0, len(word)
-    while begin < end and is_special(word[begin]):
-        begin += 1
-    while end > begin and is_special(word[end - 1]):
-        end -= 1
-    return word[begin:end]
+    found = []
+    for piece in re.split("[ \n\t]", text):
+        plain = [i for i, character in enumerate(piece) if not is_special(character)]
+        if plain:
+            found.append(piece[plain[0] : plain[-1] + 1])
+    return found
 
 
 def special_share(text: str) -> float:

@@ -18,23 +18,13 @@ from earnest.replay.errors import CleaningError
 from earnest.replay.filters import DUPLICATES, FilterResult, Op
 
 OPERATORS = {
-    "text_length": ("text_length_filter", "TextLengthFilter", "text_len", ("min_len", "max_len")),
-    "words": ("words_num_filter", "WordsNumFilter", "num_words", ("min_num", "max_num")),
-    "special_characters": (
-        "special_characters_filter",
-        "SpecialCharactersFilter",
-        "special_char_ratio",
-        ("min_ratio", "max_ratio"),
-    ),
-    "character_repetition": (
-        "character_repetition_filter",
-        "CharacterRepetitionFilter",
-        "char_rep_ratio",
-        ("min_ratio", "max_ratio"),
-    ),
-    "word_repetition": ("word_repetition_filter", "WordRepetitionFilter", "word_rep_ratio", ("min_ratio", "max_ratio")),
+    "text_length": ("text_length_filter", "text_len", "len"),
+    "words": ("words_num_filter", "num_words", "num"),
+    "special_characters": ("special_characters_filter", "special_char_ratio", "ratio"),
+    "character_repetition": ("character_repetition_filter", "char_rep_ratio", "ratio"),
+    "word_repetition": ("word_repetition_filter", "word_rep_ratio", "ratio"),
 }
-"""Ours → module, class, key of its statistic, names of its bounds."""
+"""Ours → its module, the key of its statistic, and the name of its bounds after min_ and max_."""
 PERMUTATIONS = 256
 
 
@@ -56,13 +46,12 @@ class Juicer:
         return (self._repeats if op.op in DUPLICATES else self._measure)(op, list(texts))
 
     def _measure(self, op: Op, texts: list[str]) -> list[FilterResult]:
-        module, cls, key, bounds = OPERATORS[op.op]
-        whole = op.op in ("text_length", "words")
-        limits = {name: value for name, value in zip(bounds, (op.low, op.high), strict=True) if math.isfinite(value)}
-        values = {name: int(value) if whole else value for name, value in limits.items()}
+        module, key, unit = OPERATORS[op.op]
+        limits = {f"{end}_{unit}": value for end, value in (("min", op.low), ("max", op.high)) if math.isfinite(value)}
+        values = {name: value if unit == "ratio" else int(value) for name, value in limits.items()}
         if op.op.endswith("_repetition"):
             values["rep_len"] = op.n
-        operator = _operator("filter", module, cls, values)
+        operator = _operator("filter", module, values)
         batch = operator.compute_stats_batched({"text": texts, "__dj__stats__": [{} for _ in texts]})
         kept = list(operator.process_batched(batch))
         stats = batch["__dj__stats__"]
@@ -77,13 +66,13 @@ class Juicer:
         datasets.disable_caching()
         datasets.disable_progress_bars()
         if op.op == "exact_duplicates":
-            operator = _operator("deduplicator", "document_deduplicator", "DocumentDeduplicator", {})
+            operator = _operator("deduplicator", "document_deduplicator", {})
             mine = list(range(len(texts)))
         else:
             bands, rows = lsh_bands(op.threshold, PERMUTATIONS)
             wanted = {"tokenization": "character", "window_size": op.n, "jaccard_threshold": op.threshold}
             wanted |= {"num_permutations": PERMUTATIONS, "num_bands": bands, "num_rows_per_band": rows}
-            operator = _operator("deduplicator", "document_minhash_deduplicator", "DocumentMinhashDeduplicator", wanted)
+            operator = _operator("deduplicator", "document_minhash_deduplicator", wanted)
             # shorter ones would all count as duplicates
             mine = [i for i, text in enumerate(texts) if len(text) >= op.n]
         rows_in = [operator.compute_hash({"text": texts[i]}) | {"place": i} for i in mine]
@@ -95,8 +84,8 @@ class Juicer:
         return [FilterResult(i not in judged or i in kept) for i in range(len(texts))]
 
 
-def _operator(family: str, module: str, cls: str, settings: dict[str, Any]) -> Any:
-    found = getattr(import_module(f"data_juicer.ops.{family}.{module}"), cls)
+def _operator(family: str, module: str, settings: dict[str, Any]) -> Any:
+    found = getattr(import_module(f"data_juicer.ops.{family}.{module}"), module.title().replace("_", ""))
     return found(**settings, skip_op_error=False)
 
 

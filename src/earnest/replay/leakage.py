@@ -14,9 +14,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from earnest.replay.errors import CleaningError
+from earnest.replay.filters import FilterResult
 
 HELDOUT_PROMPTS = 1_000
 SEED = 20_240
@@ -35,9 +36,16 @@ class Leakage:
     owners: Mapping[tuple[str, ...], frozenset[int]]
     sizes: tuple[int, ...]
 
+    op: ClassVar[str] = "leakage"
+    field: ClassVar[str] = "prompt"
+
     @property
-    def texts(self) -> int:
-        return len(self.sizes)
+    def settings(self) -> dict[str, float]:
+        return {"n": self.n, "max": self.max_share, "heldout": len(self.sizes)}
+
+    def judge(self, texts: Sequence[str]) -> list[FilterResult]:
+        """Prompts that leak are not kept."""
+        return [FilterResult(share <= self.max_share, share) for share in map(self.share, texts)]
 
     @classmethod
     def of(cls, texts: Iterable[str], n: int = 8, max_share: float = 0.5) -> Leakage:
@@ -73,8 +81,7 @@ def heldout_texts(source: str) -> list[str]:
     if kind == "task" and name:
         from earnest.tasks import get_task
 
-        prompts = get_task(name).prompts("heldout", HELDOUT_PROMPTS, SEED)
-        return [_user_text(p.messages) for p in prompts]
+        return [_user_text(p.messages) for p in get_task(name).prompts("heldout", HELDOUT_PROMPTS, SEED)]
     path = Path(source)
     if not path.is_file():
         raise CleaningError(f"leakage: heldout={source} is neither a file nor task:NAME.")

@@ -42,8 +42,6 @@ def hindsight_messages(turn: AssistantTurn) -> list[dict[str, Any]]:
 
 
 class LocalPolicy:
-    """A loaded policy, with or without an adapter."""
-
     def __init__(self, model: str, adapter: str | None) -> None:
         from earnest.adapters.trained import load_trained
         from earnest.models import load

@@ -105,8 +105,7 @@ def read(path: Path) -> list[Pair]:
 def about(path: Path) -> dict[str, Any]:
     """The file's record of how it was made."""
     _, pq = _pyarrow()
-    metadata = pq.read_schema(path).metadata or {}
-    return json.loads(metadata.get(b"earnest", b"{}"))
+    return json.loads((pq.read_schema(path).metadata or {}).get(b"earnest", b"{}"))
 
 
 def _pair(number: int, row: dict[str, Any]) -> Pair:

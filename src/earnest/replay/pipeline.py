@@ -33,8 +33,6 @@ SAME, TIE, FAILED = "the teacher gave the same answer", "a tie", "the endpoint f
 
 @dataclass(frozen=True)
 class Ask:
-    """One requested answer."""
-
     turn: AssistantTurn
     teacher: TeacherEntry
     sample: int
@@ -141,8 +139,7 @@ def replay(traces: Path, config: ReplayConfig, progress: Progress = lambda *_: N
         job = _Job(config, journal, ledger, progress)
         for teacher in config.teachers:
             _teach(job, teacher, [ask for ask in asks if ask.teacher is teacher])
-        answered = [ask for ask in asks if _message(journal, ask) is not None and not _same(journal, ask)]
-        _judge(job, answered)
+        _judge(job, [ask for ask in asks if _message(journal, ask) is not None and not _same(journal, ask)])
     finally:
         journal.close()
     pairs, drops = _pair(job, asks)
@@ -177,8 +174,7 @@ def _teach(job: _Job, teacher: TeacherEntry, asks: Sequence[Ask]) -> None:
             if reply.finish == "length":
                 return {"message": None, "why": f"cut off at {teacher.max_tokens} tokens", "usage": reply.usage}
             try:  # the same rules as for a trace: an answer that cannot be read cannot be trained on
-                messages = [*ask.turn.state, reply.message]
-                message = parse({"id": "answer", "messages": messages}).messages[-1]
+                message = parse({"id": "answer", "messages": [*ask.turn.state, reply.message]}).messages[-1]
             except ValueError as error:
                 return {"message": None, "why": f"the endpoint's answer is malformed: {error}", "usage": reply.usage}
             return {"message": dict(message), "why": "", "usage": reply.usage}
@@ -215,14 +211,8 @@ def _sample(job: _Job, teacher: TeacherEntry, policy: LocalPolicy, part: Sequenc
                 job.journal.add("answer", key, message=None, why=str(reason))
     if not prompts:
         return
-    found = policy.answer(
-        prompts,
-        teacher.samples,
-        teacher.temperature,
-        teacher.max_tokens,
-        job.config.seed,
-        [ask.turn.trace.tools for ask in usable],
-    )
+    how, tools = (teacher.samples, teacher.temperature, teacher.max_tokens), [ask.turn.trace.tools for ask in usable]
+    found = policy.answer(prompts, *how, job.config.seed, tools)
     for ask, answers in zip(usable, found, strict=True):
         for sample, a in enumerate(answers):
             key = Ask(ask.turn, teacher, sample).key
@@ -242,8 +232,7 @@ def _judge(job: _Job, asks: Sequence[Ask]) -> None:
 
         def one(ask: Ask) -> dict[str, Any]:
             verdict, usage = judges.by_endpoint(endpoint, compared[ask.key], ask.key)
-            margin = None if isinstance(verdict, str) else verdict
-            return {"margin": margin, "why": verdict if isinstance(verdict, str) else "", "usage": usage}
+            return {**_noted(verdict), "usage": usage}
 
         job.requests("verdict", "judge", asks, one)
         return
@@ -251,9 +240,13 @@ def _judge(job: _Job, asks: Sequence[Ask]) -> None:
     for start in range(0, len(todo), CHUNK):
         part = todo[start : start + CHUNK]
         for ask, verdict in zip(part, _verdicts(job, [compared[ask.key] for ask in part]), strict=True):
-            margin = None if isinstance(verdict, str) else verdict
-            job.journal.add("verdict", ask.key, margin=margin, why=verdict if isinstance(verdict, str) else "")
+            job.journal.add("verdict", ask.key, **_noted(verdict))
         job.progress("verdicts", start + len(part), len(todo))
+
+
+def _noted(verdict: float | str) -> dict[str, Any]:
+    """A verdict as the journal has it: a margin, or why there is none."""
+    return {"margin": None, "why": verdict} if isinstance(verdict, str) else {"margin": verdict, "why": ""}
 
 
 def _verdicts(job: _Job, asked: Sequence[judges.AnswerComparison]) -> list[float | str]:
@@ -337,5 +330,4 @@ def _same(journal: Journal, ask: Ask) -> bool:
 
 def count(drops: Iterable[Drop]) -> dict[str, int]:
     """The count of each reason, the most frequent first."""
-    found = Counter(drop.reason for drop in drops)
-    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+    return dict(sorted(Counter(drop.reason for drop in drops).items(), key=lambda item: (-item[1], item[0])))

@@ -2,54 +2,30 @@
 
 from __future__ import annotations
 
-from types import TracebackType
-from typing import Self
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    SpinnerColumn,
-    TaskID,
-    TextColumn,
-    TimeRemainingColumn,
-)
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 
 
-class StageBars:
-    """Called with (stage, done, total) while the job runs; a context manager."""
+@contextmanager
+def stage_bars(out: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Inside the block: a function that is called with (stage, done, total) while the job runs."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bars: dict[str, Any] = {}
+    tenths: dict[str, int] = {}
+    with Progress(*columns, TimeRemainingColumn(), console=out, disable=not out.is_terminal) as progress:
 
-    def __init__(self, out: Console) -> None:
-        self.out = out
-        self.progress = Progress(
-            SpinnerColumn(),
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            console=out,
-            disable=not out.is_terminal,
-        )
-        self.bars: dict[str, TaskID] = {}
-        self.tenths: dict[str, int] = {}
-
-    def __enter__(self) -> Self:
-        self.progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.progress.stop()
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        if not self.out.is_terminal:
+        def show(stage: str, done: int, total: int) -> None:
             tenth = 10 * done // total if total else 0
-            if self.tenths.get(stage) != tenth:
-                self.tenths[stage] = tenth
-                self.out.print(f"{stage}: {done}/{total}" if total else f"{stage} …", highlight=False, markup=False)
-        elif total:
-            if stage not in self.bars:
-                self.bars[stage] = self.progress.add_task(stage, total=total)
-            self.progress.update(self.bars[stage], completed=done)
+            if not out.is_terminal and tenths.get(stage) != tenth:
+                tenths[stage] = tenth
+                out.print(f"{stage}: {done}/{total}" if total else f"{stage} …", highlight=False, markup=False)
+            elif out.is_terminal and total:
+                if stage not in bars:
+                    bars[stage] = progress.add_task(stage, total=total)
+                progress.update(bars[stage], completed=done)
+
+        yield show

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from earnest.disk import write_json, write_text
 from earnest.replay.pairs import Pair
-from earnest.replay.pipeline import Drop, Replayed, count
+from earnest.replay.pipeline import Replayed, count
 from earnest.replay.traces import plain_text
 from earnest.report.blocks import static
 from earnest.report.markup import Html, el, number
@@ -21,6 +21,8 @@ from earnest.report.markup import Html, el, number
 EXAMPLES = 3
 SHOWN = 400
 """Characters of an example."""
+COUNTED = ("replies", "tries", "prompt_tokens", "completion_tokens")
+PAID = ("who", "replies", "tries", "prompt tokens", "answer tokens", "dollars")
 
 
 def summary(found: Replayed) -> dict[str, Any]:
@@ -36,8 +38,8 @@ def summary(found: Replayed) -> dict[str, Any]:
         "teacher_won": sum(pair.winner == "teacher" for pair in kept),
         "margin_mean": sum(pair.margin for pair in kept) / len(kept),
         "no_pair": [
-            {"reason": reason, "count": n, "examples": _examples(found.drops, reason)}
-            for reason, n in count(found.drops).items()
+            {"reason": why, "count": n, "examples": [asdict(d) for d in found.drops if d.reason == why][:EXAMPLES]}
+            for why, n in count(found.drops).items()
         ],
         "filters": [asdict(step) for step in found.cleaned.steps],
         "cleaned_by": found.cleaned.backend,
@@ -47,10 +49,6 @@ def summary(found: Replayed) -> dict[str, Any]:
         "unread_keys": found.traces.unread,
         "examples": [_shown(pair) for pair in kept[:EXAMPLES]],
     }
-
-
-def _examples(drops: Sequence[Drop], reason: str) -> list[dict[str, Any]]:
-    return [asdict(drop) for drop in drops if drop.reason == reason][:EXAMPLES]
 
 
 def _shown(pair: Pair) -> dict[str, Any]:
@@ -116,6 +114,7 @@ def _clip(text: str, length: int = SHOWN) -> str:
 def render(data: Mapping[str, Any]) -> str:
     """One HTML file that loads nothing."""
     title = f"{data['pairs_kept']:,} preference pairs from {data['traces']:,} traces"
+    bad = [[str(line["line"]), line["why"]] for line in data["bad_lines"]]
     return static(
         f"{title} · earnest",
         EXTRA,
@@ -124,10 +123,8 @@ def render(data: Mapping[str, Any]) -> str:
         *([_section("Pairs", *[_pair(e) for e in data["examples"]])] if data["examples"] else []),
         _section("Answers that became no pair", *[_reason(d) for d in data["no_pair"]] or [el("p", "none")]),
         _section("Dropped by filters", *[_filter(f) for f in data["filters"]] or [el("p", "no filter was set")]),
-        _section(
-            "Costs", _table(("who", "replies", "tries", "prompt tokens", "answer tokens", "dollars"), _costs(data))
-        ),
-        *([_section("Malformed lines", _table(("line", "why"), _bad(data)))] if data["bad_lines"] else []),
+        _section("Costs", _table(PAID, _costs(data))),
+        *([_section("Malformed lines", _table(("line", "why"), bad))] if bad else []),
     )
 
 
@@ -185,12 +182,7 @@ def _filter(step: Mapping[str, Any]) -> Html:
 
 
 def _costs(data: Mapping[str, Any]) -> list[list[str]]:
-    names = ("replies", "tries", "prompt_tokens", "completion_tokens")
     return [
-        [who, *(f"{cost[name]:,}" for name in names), "–" if cost["dollars"] is None else f"{cost['dollars']:.4f}"]
+        [who, *(f"{cost[name]:,}" for name in COUNTED), "–" if cost["dollars"] is None else f"{cost['dollars']:.4f}"]
         for who, cost in data["costs"].items()
     ]
-
-
-def _bad(data: Mapping[str, Any]) -> list[list[str]]:
-    return [[str(line["line"]), line["why"]] for line in data["bad_lines"]]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,6 @@ class Trace:
     unread: tuple[str, ...] = ()
 
     def turns(self) -> list[AssistantTurn]:
-        """Every message of the assistant."""
         places = [i for i, message in enumerate(self.messages) if message["role"] == "assistant"]
         return [AssistantTurn(self, number, place, place == places[-1]) for number, place in enumerate(places)]
 
@@ -93,17 +93,13 @@ def plain_text(message: Message) -> str:
 
 def meaning(message: Message) -> str:
     """Equal for two answers that do the same: the same text, and the same calls whatever their ids and spacing."""
-    calls = [
-        (call["function"]["name"], _sorted(call["function"]["arguments"])) for call in message.get("tool_calls") or ()
-    ]
+    calls = []
+    for call in message.get("tool_calls") or ():
+        arguments = call["function"]["arguments"]
+        with suppress(ValueError):  # a policy may write invalid JSON, which is compared as text
+            arguments = json.dumps(json.loads(arguments), sort_keys=True)
+        calls.append((call["function"]["name"], arguments))
     return json.dumps([(message.get("content") or "").strip(), calls], ensure_ascii=False)
-
-
-def _sorted(arguments: str) -> str:
-    try:
-        return json.dumps(json.loads(arguments), sort_keys=True)
-    except ValueError:
-        return arguments  # a policy may write invalid JSON, which is compared as text
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
@@ -119,8 +115,6 @@ class BadLine:
 
 @dataclass(frozen=True)
 class Traces:
-    """The content of a file."""
-
     traces: tuple[Trace, ...]
     bad: tuple[BadLine, ...] = ()
 
@@ -210,10 +204,7 @@ def parse(data: Any) -> Trace:
         messages=checked,
         tools=tuple(_tool(f"tools[{i}]", tool) for i, tool in enumerate(tools)),
         reward=None if reward is None else float(reward),
-        feedback=data.get("feedback"),
-        completion_id=data.get("completion_id"),
-        model=data.get("model"),
-        version=data.get("version"),
+        **{name: data.get(name) for name in ("feedback", "completion_id", "model", "version")},
         meta=meta,
         unread=tuple(sorted(set(data) - READ)),
     )
