@@ -142,31 +142,23 @@ def _against(first: Change, change: Change) -> str:
 
 
 def write(runs: Sequence[Run], to: Path) -> Path:
-    """Write the page of these runs."""
     return page.put(render(runs), to)
 
 
 def render(runs: Sequence[Run]) -> str:
-    """The whole page as text."""
     titles = dict.fromkeys(f"{run.header.task} on {run.header.model}" for run in runs)
     large, grid = charts(runs)
     shown = [figure(chart, large=True) for chart in large]
+    kicker, count = el("p", "earnest compare", class_="kicker"), el("p", f"{len(runs)} runs", class_="soft")
     body = [
-        el(
-            "header",
-            el("p", "earnest compare", class_="kicker"),
-            el("h1", " · ".join(titles)),
-            el("p", f"{len(runs)} runs", class_="soft"),
-            class_="headline",
-        ),
+        el("header", kicker, el("h1", " · ".join(titles)), count, class_="headline"),
         section("results", "Results", _results(runs)),
         section("settings", "Settings that differ", _differences(runs)),
         section("curves", "Curves", *shown, figures(grid)),
         section("watch", "Warnings", *_warnings(runs)),
     ]
     names = {"results": "Results", "settings": "Settings", "curves": "Curves", "watch": "Warnings"}
-    title = f"{len(runs)} runs · earnest"
-    return page.document(title, names, body, [*large, *grid], ", ".join(labels(runs)))
+    return page.document(f"{len(runs)} runs · earnest", names, body, [*large, *grid], ", ".join(labels(runs)))
 
 
 def _results(runs: Sequence[Run]) -> Html:

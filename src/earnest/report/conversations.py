@@ -21,18 +21,13 @@ def section_of(run: Run) -> Html | None:
     last = max(found, key=lambda sample: sample.step).step
     chosen = ([s for s in found if s.phase == "after"] or [s for s in found if s.step == last])[:SHOWN]
     chosen += [s for s in found if s.teacher_read and s not in chosen][-TAUGHT:]
-    return section(
-        "conversations",
-        "Conversations",
-        el(
-            "p",
-            "Every token that the policy read or sampled, turn by turn. The underlined ones were sampled by the "
-            "policy. In conversations of a training step they alone are trained; held-out conversations are not "
-            "trained on. Where a teacher read a hint or a solution, the tokens that it taught have a coloured ground.",
-        ),
-        _endings(run),
-        *(_conversation(sample) for sample in chosen),
+    lead = (
+        "Every token that the policy read or sampled, turn by turn. The underlined ones were sampled by the policy. In "
+        "conversations of a training step they alone are trained; held-out conversations are not trained on. Where a "
+        "teacher read a hint or a solution, the tokens that it taught have a coloured ground."
     )
+    shown = (_conversation(sample) for sample in chosen)
+    return section("conversations", "Conversations", el("p", lead), _endings(run), *shown)
 
 
 def _endings(run: Run) -> Html | None:
@@ -100,13 +95,8 @@ def _turn(segments: Sequence[SegmentRecord], marked: str) -> Html:
     parts = [author, f"{tokens} tokens" if tokens != 1 else "1 token"]
     parts += [marked] if author == "policy" else ["read"]
     parts += [f"{taught} taught"] if taught else []
-    spans = (
-        el(
-            "span",
-            s.text,
-            class_=f"segment {s.author}{' taught' if s.taught else ''}",
-            title=f"{s.author}, {s.tokens} tokens",
-        )
-        for s in segments
-    )
+    spans = []
+    for s in segments:
+        kind = f"segment {s.author}{' taught' if s.taught else ''}"
+        spans.append(el("span", s.text, class_=kind, title=f"{s.author}, {s.tokens} tokens"))
     return el("div", el("p", " · ".join(parts), class_="who"), el("p", *spans, class_="completion"), class_="turn")

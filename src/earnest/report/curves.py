@@ -58,21 +58,10 @@ class Chart:
     def data(self) -> dict[str, Any]:
         """The data for the page's script; numbers have six digits."""
         series = [
-            {
-                "label": one.label,
-                "style": one.style,
-                "colour": one.colour,
-                **{name: [float(f"{v:.6g}") for v in getattr(one, name)] for name in ("x", "y", "lo", "hi")},
-            }
+            vars(one) | {name: [float(f"{v:.6g}") for v in getattr(one, name)] for name in ("x", "y", "lo", "hi")}
             for one in self.series
         ]
-        return {
-            "title": self.title,
-            "series": series,
-            "floor": self.floor,
-            "ceiling": self.ceiling,
-            "share": self.share,
-        }
+        return {name: getattr(self, name) for name in ("title", "floor", "ceiling", "share")} | {"series": series}
 
 
 Points = list[tuple[float, float]]
@@ -101,20 +90,13 @@ def thin(label: str, style: CurveStyle, pairs: Points, colour: int = 0) -> Serie
     if len(pairs) <= POINTS:
         return Series(label, style, tuple(x for x, _ in pairs), tuple(y for _, y in pairs), colour=colour)
     edges = [round(i * len(pairs) / POINTS) for i in range(POINTS + 1)]
-    buckets = [pairs[a:b] for a, b in itertools.pairwise(edges)]
-    return Series(
-        label,
-        style,
-        tuple(math.fsum(x for x, _ in bucket) / len(bucket) for bucket in buckets),
-        tuple(math.fsum(y for _, y in bucket) / len(bucket) for bucket in buckets),
-        tuple(min(y for _, y in bucket) for bucket in buckets),
-        tuple(max(y for _, y in bucket) for bucket in buckets),
-        colour,
-    )
+    buckets = [list(zip(*pairs[a:b], strict=True)) for a, b in itertools.pairwise(edges)]
+    x, y = (tuple(math.fsum(bucket[axis]) / len(bucket[axis]) for bucket in buckets) for axis in (0, 1))
+    low, high = (tuple(extreme(ys) for _, ys in buckets) for extreme in (min, max))
+    return Series(label, style, x, y, low, high, colour)
 
 
 def thinned(count: int) -> str:
-    """The note of a thinned chart."""
     if count <= POINTS:
         return ""
     return f"{count:,} steps drawn as {POINTS} means; the band is each mean's smallest to largest step."

@@ -150,7 +150,7 @@ section { padding: 1.6rem 0 0; }
 
 def page(data: Dataset, rows: int) -> str:
     """One HTML file that loads nothing."""
-    found = summary(data)
+    found, tokenizer = summary(data), data.policy.tokenizer
     title = f"{found['rows']:,} rows of {found['source']}"
     facts = [part for name, value in _facts(found) for part in (el("dt", name), el("dd", value.split("   ")[0]))]
     sections = [
@@ -159,22 +159,15 @@ def page(data: Dataset, rows: int) -> str:
     for name, lines, _ in _lists(found):
         if lines:
             sections.append(el("section", el("h2", name.capitalize()), el("ul", *[el("li", line) for line in lines])))
-    shown = [
-        join(
-            el("h3", f"{side} row {number}{f', {name}' if name else ''}"),
-            el("div", *_marks(data, row), class_="tokens"),
-        )
-        for side, number, example in _shown(data, rows)
-        for name, row in _versions(data, example)
-    ]
+    shown = []
+    for side, number, example in _shown(data, rows):
+        for name, row in _versions(data, example):
+            marks = (el("mark" if trained else "span", text) for trained, _, text in stretches(tokenizer, row))
+            head = el("h3", f"{side} row {number}{f', {name}' if name else ''}")
+            shown.append(join(head, el("div", *marks, class_="tokens")))
     note = el("p", "The underlined tokens are trained.", class_="note")
     sections.append(el("section", el("h2", "Rows as the model sees them"), note, *shown))
     return static(title, _STYLE, el("div", el("h1", title), class_="headline"), *sections)
-
-
-def _marks(data: Dataset, row: Rendered) -> Iterator[Html]:
-    for trained, _, text in stretches(data.policy.tokenizer, row):
-        yield el("mark" if trained else "span", text)
 
 
 def _histogram(found: dict[str, Any]) -> Html | None:

@@ -1,12 +1,13 @@
-"""Samples before and after training, side by side: the same held-out prompts, in the file's order, not selected."""
+"""Samples before and after training, side by side: the same held-out prompts, in the file's order, not selected. And
+rows of the user's file as they were trained on."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from earnest.report.blocks import none, note, section
-from earnest.report.markup import Html, el, number
-from earnest.report.record import MessageRecord, Run, SampleRecord
+from earnest.report.markup import Html, el, join, number
+from earnest.report.record import Run, SampleRecord
 
 PAIRS = 100
 ROLLOUTS = 60
@@ -44,17 +45,10 @@ def _lead(kinds: Sequence[str], what: str) -> str:
 def _filter(kinds: Sequence[str]) -> Html:
     """Buttons that the script activates; without the script all samples are shown."""
     options = [("all", len(kinds)), *((kind, kinds.count(kind)) for kind in KINDS)]
-    buttons = (
-        el(
-            "button",
-            name,
-            el("span", str(count), class_="count"),
-            type="button",
-            data_show=name,
-            aria_pressed="true" if name == "all" else "false",
-        )
-        for name, count in options
-    )
+    buttons = []
+    for name, count in options:
+        own = {"type": "button", "data_show": name, "aria_pressed": "true" if name == "all" else "false"}
+        buttons.append(el("button", name, el("span", str(count), class_="count"), **own))
     return el("div", *buttons, class_="filter", role="group", aria_label="Which samples", hidden=True)
 
 
@@ -79,18 +73,13 @@ def _pair(before: SampleRecord | None, after: SampleRecord | None) -> Html:
     known = after or before
     assert known is not None, "a pair is made from at least one sample"
     identity = known.prompt_id + (f" · sample {known.sample}" if known.sample else "")
-    return el(
-        "article",
-        el("div", _prompt(known.prompt), el("span", identity, class_="id"), class_="prompt"),
-        _side("before", before),
-        _side("after", after),
-        class_="pair",
-        data_kind=_kind(before, after),
-    )
+    prompt, sides = _prompt(known, identity), (_side("before", before), _side("after", after))
+    return el("article", prompt, *sides, class_="pair", data_kind=_kind(before, after))
 
 
-def _prompt(messages: Sequence[MessageRecord]) -> Html:
-    return el("div", *(el("p", el("span", m.role, class_="role"), el("span", m.text, class_="text")) for m in messages))
+def _prompt(sample: SampleRecord, identity: str) -> Html:
+    told = (el("p", el("span", m.role, class_="role"), el("span", m.text, class_="text")) for m in sample.prompt)
+    return el("div", el("div", *told), el("span", identity, class_="id"), class_="prompt")
 
 
 def _side(name: str, sample: SampleRecord | None) -> Html:
@@ -114,25 +103,26 @@ def _rollouts(run: Run) -> Html | None:
     rollouts = [sample for sample in run.samples if sample.phase == "train" and not sample.of_data]
     if not rollouts:
         return None
-    shown = _spread(rollouts, ROLLOUTS)
-    label = (
-        f"Training rollouts ({len(rollouts)})"
-        if len(shown) == len(rollouts)
-        else f"Training rollouts ({len(shown)} of {len(rollouts)}, evenly)"
-    )
-    entries = (
-        el(
-            "article",
-            el("div", _prompt(s.prompt), el("span", s.prompt_id, class_="id"), class_="prompt"),
-            _side(f"step {s.step}", s),
-            class_="pair one",
-        )
-        for s in shown
-    )
+    shown, label = rollouts, f"Training rollouts ({len(rollouts)})"
+    if len(rollouts) > ROLLOUTS:
+        shown = [rollouts[round(i * (len(rollouts) - 1) / (ROLLOUTS - 1))] for i in range(ROLLOUTS)]
+        label = f"Training rollouts ({ROLLOUTS} of {len(rollouts)}, evenly)"
+    entries = (el("article", _prompt(s, s.prompt_id), _side(f"step {s.step}", s), class_="pair one") for s in shown)
     return el("details", el("summary", label), el("div", *entries, class_="pairs"), class_="rollouts")
 
 
-def _spread(entries: Sequence[SampleRecord], most: int) -> list[SampleRecord]:
-    if len(entries) <= most:
-        return list(entries)
-    return [entries[round(i * (len(entries) - 1) / (most - 1))] for i in range(most)]
+def training_rows(run: Run) -> Html | None:
+    """The text of the first rows' tokens, with the trained ones marked; None for a run without the user's own data."""
+    rows = [sample for sample in run.samples if sample.of_data]
+    if not rows:
+        return None
+    lead = "The first training rows of the file, as the model reads them. The underlined tokens are trained."
+    return section("data", "Training rows", el("p", lead), *(_row(sample) for sample in rows))
+
+
+def _row(sample: SampleRecord) -> Html:
+    trained = sum(s.tokens for s in sample.segments if s.author == "data")
+    every = sum(s.tokens for s in sample.segments)
+    head = el("h3", f"{sample.prompt_id}: {trained} of {every} tokens trained")
+    spans = (el("mark" if s.author == "data" else "span", s.text) for s in sample.segments)
+    return join(head, el("p", *spans, class_="tokens"))

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from earnest.errors import ConfigError
 from earnest.report.blocks import badge
 from earnest.report.laws import tally
-from earnest.report.markup import Html, duration, el, fixed, signed
+from earnest.report.markup import Html, duration, el, fixed, join, signed
 from earnest.report.record import Change, CheckRecord, EventRecord, Measure, Run, Status
 from earnest.report.watch import ADVICE, concern
 
@@ -46,7 +45,9 @@ def headline(run: Run) -> Html:
     if header.best is not None:
         facts["best checkpoint"] = f"step {header.best['step']:,} by {header.best['metric']}"
     if header.data is not None and "rows" in header.data:
-        facts["data"] = _counts(header.data)
+        data = header.data
+        counts = ", ".join(f"{data[key]:,} {name}" for key, name in COUNTS.items() if data.get(key) is not None)
+        facts["data"] = f"{data['rows']:,} rows of {Path(data['file']).name} ({data['layout']}): {counts}"
     return el(
         "header",
         el("p", "earnest run", el("span", " · ", class_="soft"), header.recipe, class_="kicker"),
@@ -84,11 +85,6 @@ COUNTS = {
 }
 
 
-def _counts(data: Mapping[str, Any]) -> str:
-    found = ", ".join(f"{data[key]:,} {name}" for key, name in COUNTS.items() if data.get(key) is not None)
-    return f"{data['rows']:,} rows of {Path(data['file']).name} ({data['layout']}): {found}"
-
-
 def _result(change: Change | None, finished: bool) -> Html:
     if change is None:
         return el("p", "No before and after yet.", class_="result soft")
@@ -99,25 +95,12 @@ def _result(change: Change | None, finished: bool) -> Html:
         size = f"before: {before.prompts} prompts, {before.n} completions; after: {size}"
     how = f"over the {'rows' if own else 'prompts'}' differences" if change.paired else "as if the two were independent"
     spread = f"; ± 1 s.e. (the {'change' if own else 'gain'}'s {how})" if change.se is not None else ""
-    return el(
-        "div",
-        el(
-            "p",
-            _measure("before", "before", before.value, before.se),
-            el("span", "→", class_="arrow", role="img", aria_label="to"),
-            _measure("after", "after" if finished else "so far", after.value, after.se),
-            class_="figures",
-        ),
-        el(
-            "p",
-            f"{TITLES[after.measure]}, ",
-            el("b", signed(change.gain)),
-            f" ± {fixed(change.se)}" if change.se is not None else None,
-            el("span", f" from step {before.step:,} to step {after.step:,}; {size}{spread}.", class_="soft"),
-            class_="caption",
-        ),
-        class_="result",
-    )
+    left = _measure("before", "before", before.value, before.se)
+    right = _measure("after", "after" if finished else "so far", after.value, after.se)
+    figures = el("p", left, el("span", "→", class_="arrow", role="img", aria_label="to"), right, class_="figures")
+    gain = join(el("b", signed(change.gain)), f" ± {fixed(change.se)}" if change.se is not None else None)
+    steps = el("span", f" from step {before.step:,} to step {after.step:,}; {size}{spread}.", class_="soft")
+    return el("div", figures, el("p", f"{TITLES[after.measure]}, ", gain, steps, class_="caption"), class_="result")
 
 
 def _measure(kind: str, name: str, value: float | None, se: float | None) -> Html:
@@ -129,7 +112,10 @@ def _measure(kind: str, name: str, value: float | None, se: float | None) -> Htm
 def notices(run: Run) -> Html | None:
     """Laws that fail, what is missing, and every warning and error."""
     broken = [check for check in run.verdict.checks if check.outcome == "fails"] if run.verdict else []
-    shown = _reason_shown(run, bool(broken))
+    reason = run.header.reason or ""
+    # gaps and failed laws already contain the line of events.log about the run's end
+    known = run.header.status in ("failed", "interrupted") and (broken or len(reason.splitlines()) == 1)
+    shown = " ".join(reason.split()) if known else ""
     important = [event for event in run.events if event.level != "info" and not (shown and shown in event.text)]
     items = [
         *(el("li", el("b", "broken"), f": {c.law} on {c.subject}. {c.detail}", class_="bad") for c in broken),
@@ -150,10 +136,3 @@ def _once(events: Sequence[EventRecord], broken: Sequence[CheckRecord]) -> list[
         known = [way for way in ADVICE.values() if event.text.endswith(way) and any(way in text for text in shown)]
         found.append((event, event.text.removesuffix(known[0]).rstrip() if known else event.text))
     return found
-
-
-def _reason_shown(run: Run, broken: bool) -> str:
-    """The line of events.log about the run's end, if gaps and failed laws already contain it; else nothing."""
-    reason = run.header.reason or ""
-    whole = broken or len(reason.splitlines()) == 1
-    return " ".join(reason.split()) if whole and run.header.status in ("failed", "interrupted") else ""

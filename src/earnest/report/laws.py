@@ -62,8 +62,7 @@ def _table(checks: Sequence[CheckRecord], label: str) -> Html:
     rows: list[Html] = []
     for check in checks:
         measured = check.measured if isinstance(check.measured, str) else number(check.measured)
-        outcome = badge(check.outcome, TONES[check.outcome])
-        rows.append(row(check.subject, measured, check.expected, outcome))
+        rows.append(row(check.subject, measured, check.expected, badge(check.outcome, TONES[check.outcome])))
         if check.detail and check.outcome != "fails":  # notices explain what fails
             rows.append(el("tr", el("td", check.detail, colspan=4, class_="meaning")))
     return table(label, ("subject", "measured", "expected", "outcome"), rows, "checks")

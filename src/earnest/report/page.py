@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from earnest.disk import write_text
-from earnest.report import ahead, blocks, conversations, data_rows, gallery, headline, laws, sections
+from earnest.report import blocks, conversations, gallery, headline, laws, sections
 from earnest.report.curves import Chart
 from earnest.report.load import load
 from earnest.report.markup import Html, el
@@ -35,7 +35,6 @@ def put(text: str, target: Path) -> Path:
 
 
 def render(run: Run) -> str:
-    """The whole page of a run as text."""
     reward, reward_charts = sections.reward(run)
     terms, term_charts = sections.terms(run)
     update, update_charts = sections.update(run)
@@ -44,9 +43,9 @@ def render(run: Run) -> str:
         ("terms", "Terms", terms),
         ("update", "Update", update),
         ("samples", "Samples", gallery.samples(run)),
-        ("data", "Training rows", data_rows.section_of(run)),
+        ("data", "Training rows", gallery.training_rows(run)),
         ("conversations", "Conversations", conversations.section_of(run)),
-        ("samplers", "Samplers", ahead.section_of(run)),
+        ("samplers", "Samplers", sections.samplers(run)),
         ("verdict", "Verdict", laws.verdict(run)),
         ("watch", "Watch", sections.watch(run)),
         ("events", "Events", sections.events(run)),

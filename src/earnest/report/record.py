@@ -319,7 +319,6 @@ class Run:
 
     @property
     def measure(self) -> Measure:
-        """What its evaluations measure."""
         return self.evaluations[-1].measure if self.evaluations else "reward"
 
     @property

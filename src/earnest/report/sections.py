@@ -8,26 +8,25 @@ from earnest.report import curves
 from earnest.report.blocks import badge, none, note, row, section, table
 from earnest.report.curves import Chart
 from earnest.report.markup import Child, Html, el, join, number
-from earnest.report.record import EventRecord, Run
+from earnest.report.record import Run
 from earnest.report.watch import FALLING, FALLING_IF, RunWatch
+
+BRIEF = 80
+"""Characters of a warning in the list of events; Worth knowing has the whole text."""
 
 
 def figure(chart: Chart, large: bool = False) -> Html:
     """A chart's title, its current values, the area that the script draws in, and the numbers as a table."""
+    label = f"{chart.title}, as a table"
+    grid = table(label, chart.table.columns, (row(*map(number, values)) for values in chart.table.rows), "numbers")
     return el(
         "figure",
         el("figcaption", el("span", chart.title, class_="name"), el("span", class_="readout", aria_hidden="true")),
         el("div", class_="plot", data_chart=chart.key),
         note(chart.note),
-        _numbers(chart),
+        el("details", el("summary", "table", aria_label=label), grid, note(chart.table.note), class_="data"),
         class_="large" if large else "small",
     )
-
-
-def _numbers(chart: Chart) -> Html:
-    label = f"{chart.title}, as a table"
-    grid = table(label, chart.table.columns, (row(*map(number, values)) for values in chart.table.rows), "numbers")
-    return el("details", el("summary", "table", aria_label=label), grid, note(chart.table.note), class_="data")
 
 
 def reward(run: Run) -> tuple[Html, list[Chart]]:
@@ -153,21 +152,14 @@ def _condition(name: str, true_if: str, seen: str, warned: Sequence[int]) -> Htm
 def events(run: Run) -> Html | None:
     if not run.events:
         return None
-    rows = (
-        el("li", el("time", event.time), el("span", event.level, class_=f"level {event.level}"), *_brief(event))
-        for event in run.events
-    )
+    rows = []
+    for event in run.events:
+        said: tuple[Child, ...] = (event.text,)
+        if event.level != "info" and len(event.text) > BRIEF:
+            said = (f"{event.text[:BRIEF].rpartition(' ')[0]} … ", el("a", "in full", href="#notices"))
+        level = el("span", event.level, class_=f"level {event.level}")
+        rows.append(el("li", el("time", event.time), level, *said))
     return section("events", "Events", el("ol", *rows, class_="events"))
-
-
-BRIEF = 80
-"""Characters of a warning in the list of events; Worth knowing has the whole text."""
-
-
-def _brief(event: EventRecord) -> list[Child]:
-    if event.level == "info" or len(event.text) <= BRIEF:
-        return [event.text]
-    return [f"{event.text[:BRIEF].rpartition(' ')[0]} … ", el("a", "in full", href="#notices")]
 
 
 def config(run: Run) -> Html:
@@ -199,3 +191,61 @@ def _value(value: object) -> Html:
         return join(", ".join(str(entry) for entry in value))
     plain = {None: "–", True: "yes", False: "no"}.get(value) if value is None or isinstance(value, bool) else None
     return join(plain if plain is not None else str(value))
+
+
+_SAMPLERS = {
+    "trainer/idle": "share of the time that the trainer waited",
+    "sampler/idle": "share of the time that samplers waited",
+    "sampler/age": "age of the tokens in versions, mean",
+    "sampler/age_max": "age of the tokens in versions, largest of a step",
+    "sampler/continued": "share of completions that continued under new weights",
+    "sampler/queue": "batches that were ready when the trainer asked",
+    "sampler/again": "parts that were sampled more than once, so far",
+    "sampler/restarts": "samplers that were started again, so far",
+}
+
+_COLUMNS = ("per step", "mean", "smallest", "largest")
+
+
+def samplers(run: Run) -> Html | None:
+    """What an asynchronous run gained and cost: waiting, the age of what was trained, and the ratios. None for a
+    run that samples and trains in turns."""
+    if not any("sampler/age" in step.metrics for step in run.steps):
+        return None
+    rows = [
+        _spread(text, [v for s in run.steps if (v := s.metrics.get(name)) is not None], share="share" in text)
+        for name, text in _SAMPLERS.items()
+    ]
+    for metric, text in (("ratio", "ratio to the weights that sampled, mean"), ("ratio_max", "largest ratio")):
+        values = [v for s in run.steps for t in s.terms.values() if (v := t.metrics.get(metric)) is not None]
+        rows.append(_spread(text, values))
+    lead = (
+        f"Samplers worked while the trainer trained, so a step was trained on tokens of older weights. {_gain(run)} "
+        "The ratios compare the trained weights with those that sampled: the further they are from 1, the more the "
+        "older tokens cost."
+    )
+    return section("samplers", "Samplers", el("p", lead), table("Samplers", _COLUMNS, rows))
+
+
+def _gain(run: Run) -> str:
+    """How much longer the same work takes in turns. A step counts by its seconds."""
+    steps = [s for s in run.steps if s.metrics.get("trainer/idle") is not None]
+    spans = [sum(v or 0.0 for v in s.seconds.values()) for s in steps]
+    total = sum(spans)
+    if not total:
+        return "No times were recorded."
+    trained, sampled = (
+        sum(span * (1 - (s.metrics.get(name) or 0.0)) for s, span in zip(steps, spans, strict=True)) / total
+        for name in ("trainer/idle", "sampler/idle")
+    )
+    worked = f"The trainer worked {trained:.0%} of the time and the mean sampler {sampled:.0%}"
+    if trained + sampled <= 1:
+        return f"{worked}, so no time was gained."
+    return f"{worked}; one after the other, the same work would take {trained + sampled:.2f} times as long."
+
+
+def _spread(text: str, values: Sequence[float], *, share: bool = False) -> Html | None:
+    if not values:
+        return None
+    shown = (sum(values) / len(values), min(values), max(values))
+    return row(text, *(f"{value:.1%}" if share else number(value, 3) for value in shown))

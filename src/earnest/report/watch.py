@@ -122,69 +122,28 @@ class Condition:
     fails: bool = True
 
 
-NOTHING = Condition(
-    "nothing to learn from",
-    3,
-    _nothing,
-    "no spread of rewards, a gradient of exactly 0, a learning rate of 0, or no row for any term",
-    WAY_OUT,
-)
 CONDITIONS = (
-    NOTHING,
-    Condition(
-        "no spread of rewards",
-        3,
-        _no_spread,
-        "no two completions of a prompt differ in their reward, and other terms still train; a step whose gradient is "
-        "0 as well counts as nothing to learn from",
-        WAY_OUT,
-    ),
-    Condition(
-        "rewards at their maximum",
-        10,
-        _saturated,
-        "every completion is correct",
-        "Stop here, or train on harder prompts.",
-        fails=False,
-    ),
-    Condition(
-        "collapsed entropy",
-        5,
-        _collapsed,
-        f"less than {COLLAPSED:g} nats per token, and less than {SOLVED:.0%} correct",
-        EXPLORE,
-    ),
-    Condition(
-        "entropy near that of random tokens",
-        5,
-        _random,
-        f"more than {RANDOM:g} × ln(vocabulary) nats per token, unless the first step has it too, and less than "
-        f"{SOLVED:.0%} correct",
-        "Lower optimizer.lr, or go back to an earlier checkpoint.",
-    ),
-    Condition(
-        "identical completions",
-        3,
-        _identical,
-        f"each prompt's completions are the same, and less than {SOLVED:.0%} are correct",
-        EXPLORE,
-    ),
-    Condition(
-        "completions cut off",
-        3,
-        _cut_off,
-        "no completion ends before sampling.max_new_tokens",
-        "Raise sampling.max_new_tokens, or reward short answers that end by themselves.",
-        fails=False,
-    ),
-    Condition(
-        "constant loss",
-        5,
-        _constant,
-        f"the loss differs from the last step's by less than {UNCHANGED:g} of itself; not for policy gradients",
-        "Look whether the rows of the steps differ, and whether any weight changes.",
-    ),
-)
+    Condition("nothing to learn from", 3, _nothing,
+              "no spread of rewards, a gradient of exactly 0, a learning rate of 0, or no row for any term", WAY_OUT),
+    Condition("no spread of rewards", 3, _no_spread,
+              "no two completions of a prompt differ in their reward, and other terms still train; a step whose "
+              "gradient is 0 as well counts as nothing to learn from", WAY_OUT),
+    Condition("rewards at their maximum", 10, _saturated, "every completion is correct",
+              "Stop here, or train on harder prompts.", fails=False),
+    Condition("collapsed entropy", 5, _collapsed,
+              f"less than {COLLAPSED:g} nats per token, and less than {SOLVED:.0%} correct", EXPLORE),
+    Condition("entropy near that of random tokens", 5, _random,
+              f"more than {RANDOM:g} × ln(vocabulary) nats per token, unless the first step has it too, and less than "
+              f"{SOLVED:.0%} correct", "Lower optimizer.lr, or go back to an earlier checkpoint."),
+    Condition("identical completions", 3, _identical,
+              f"each prompt's completions are the same, and less than {SOLVED:.0%} are correct", EXPLORE),
+    Condition("completions cut off", 3, _cut_off, "no completion ends before sampling.max_new_tokens",
+              "Raise sampling.max_new_tokens, or reward short answers that end by themselves.", fails=False),
+    Condition("constant loss", 5, _constant,
+              f"the loss differs from the last step's by less than {UNCHANGED:g} of itself; not for policy gradients",
+              "Look whether the rows of the steps differ, and whether any weight changes."),
+)  # fmt: skip
+NOTHING = CONDITIONS[0]
 FALLING = "falling held-out result"
 FALLING_IF = f"an evaluation is worse than the best one by more than {FALL:g} standard errors of the difference"
 ADVICE = {condition.name: condition.advice for condition in CONDITIONS} | {
@@ -250,7 +209,6 @@ class RunWatch:
 
     @classmethod
     def of(cls, run: Run) -> RunWatch:
-        """The watch over a run folder that was read."""
         lines: list[StepRecord | EvalRecord] = [*run.steps, *run.evaluations]
         lines.sort(key=lambda line: (line.step, line.kind == "eval"))
         return cls(lines)
