@@ -59,7 +59,6 @@ def trace_schema() -> dict[str, Any]:
 
 
 def trace_example() -> list[dict[str, Any]]:
-    """A few traces in the format of the schema."""
     return [json.loads(line) for line in text("trace_example.jsonl").splitlines() if line]
 
 
@@ -94,8 +93,7 @@ def reprompt(messages: Sequence[Message], solution: str | None, feedback: str | 
         content += parts["solution"].format(solution=solution)
     if feedback:
         content += parts["feedback"].format(feedback=feedback)
-    content += parts["request"]
-    return [*map(dict, messages[:last]), {**messages[last], "content": content}, *map(dict, messages[last + 1 :])]
+    return _replaced(messages, last, content + parts["request"])
 
 
 def hinted(messages: Sequence[Message], hint: str, template: str | None = None) -> list[dict[str, Any]]:
@@ -107,7 +105,7 @@ def hinted(messages: Sequence[Message], hint: str, template: str | None = None) 
     if not isinstance(content, str) or messages[-1].get("role") == "assistant":
         raise TemplateError("hint: the message before the turn must be text of a user, a tool or the system.")
     added = (template or _yaml("hint.yaml")["hint"]).replace("{hint}", hint.strip())
-    return [*map(dict, messages[:-1]), {**messages[-1], "content": content + added}]
+    return _replaced(messages, len(messages) - 1, content + added)
 
 
 def hindsight(messages: Sequence[Message], said: str, by: Literal["user", "tool"] = "user") -> list[dict[str, Any]]:
@@ -121,4 +119,8 @@ def hindsight(messages: Sequence[Message], said: str, by: Literal["user", "tool"
         raise TemplateError(f"hindsight: the {by}'s reply is empty; leave this turn out.")
     parts = _yaml("hindsight.yaml")
     content = parts["prompt"].format(prompt=messages[last]["content"]) + parts[by].format(said=said)
-    return [*map(dict, messages[:last]), {**messages[last], "content": content}, *map(dict, messages[last + 1 :])]
+    return _replaced(messages, last, content)
+
+
+def _replaced(messages: Sequence[Message], place: int, content: str) -> list[dict[str, Any]]:
+    return [{**m, "content": content} if i == place else dict(m) for i, m in enumerate(messages)]

@@ -19,6 +19,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any, Literal
 
@@ -145,7 +146,8 @@ class Dataset:
         return len(self._sides[side])
 
     def at(self, side: Side, index: int) -> Example:
-        return self._example(self._sides[side].read(index))
+        assert self.layout is not None, "rows are read before they are used"
+        return self.layout.read(renamed(self._sides[side].read(index), self.settings.columns or {}))
 
     def examples(self, side: Side) -> Iterator[Example]:
         return (self.at(side, i) for i in range(self.size(side)))
@@ -199,7 +201,9 @@ class Dataset:
                 "cut the other end."
             )
         key = _key([dict(m) for m in example.prompt] or example.text)
-        side = side or ("heldout" if _share(_opening(example)) < float(self.settings.heldout) else "train")
+        opened = takewhile(lambda m: m["role"] != "assistant", example.prompt)
+        share = int.from_bytes(_key([dict(m) for m in opened] or example.text)[:8], "big") / 2**64  # in [0, 1)
+        side = side or ("heldout" if share < float(self.settings.heldout) else "train")
         whole = _key(_plain_row(row.values))
         self._digest.update(whole + side.encode())
         self._notice(key, whole, side, row.place)
@@ -217,14 +221,10 @@ class Dataset:
             self.counts.leaked += 1
             self.leaks.append((other[1], place) if other[0] == "heldout" else (place, other[1]))
 
-    def _example(self, values: dict[str, Any]) -> Example:
-        assert self.layout is not None, "rows are read before they are used"
-        return self.layout.read(renamed(values, self.settings.columns or {}))
-
     def _rendered(self, example: Example) -> list[Rendered]:
         if example.kind == "question":
             return []
-        if example.kind == "demonstration" or example.kind == "text":
+        if example.kind in ("demonstration", "text"):
             return demonstration(self.policy, example, self.settings.loss_on)
         replies = [example.reply, *([example.rejected] if example.rejected else [])]
         return [answer(self.policy, example.prompt, reply, example.tools) for reply in replies]
@@ -288,13 +288,3 @@ def _plain_row(values: dict[str, Any]) -> dict[str, Any]:
 
 def _key(value: object) -> bytes:
     return hashlib.blake2b(json.dumps(value, sort_keys=True, default=str).encode(), digest_size=16).digest()
-
-
-def _opening(example: Example) -> bytes:
-    first = next((i for i, m in enumerate(example.prompt) if m["role"] == "assistant"), len(example.prompt))
-    return _key([dict(m) for m in example.prompt[:first]] or example.text)
-
-
-def _share(key: bytes) -> float:
-    """A number in [0, 1) that the prompt alone decides."""
-    return int.from_bytes(key[:8], "big") / 2**64

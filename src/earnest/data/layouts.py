@@ -28,18 +28,10 @@ Message = Mapping[str, Any]
 Kind = Literal["pair", "judged", "demonstration", "question", "text"]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "assistant": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "assistant"), "assistant"),
     "system": "system",
-    "tool": "tool",
-    "observation": "tool",
-    "function_response": "tool",
+    **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
 
 
@@ -152,8 +144,7 @@ def _alpaca(row: Mapping[str, Any]) -> Example:
     given = row.get("input") or ""
     question = f"{_text(row['instruction'], 'instruction')}\n\n{given}" if given else row["instruction"]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    prompt = (*system, *_prompt(question))
-    return Example("demonstration", prompt, _answer(row["output"], "output"), row=row)
+    return Example("demonstration", (*system, *_prompt(question)), _answer(row["output"], "output"), row=row)
 
 
 def _question(row: Mapping[str, Any]) -> Example:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,7 +81,6 @@ def count_lines(source: str) -> int | None:
 
 
 def files(source: str) -> list[Path]:
-    """The data files of a path."""
     path = Path(source).expanduser()
     if path.is_file():
         if _ending(path) not in _READERS:
@@ -112,11 +112,9 @@ def _json_lines(file: Path) -> Iterator[DatasetRow | Problem]:
     offset = 0
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
-            place, start = Place(str(file), number), offset
+            if line.strip():
+                yield _parsed(Place(str(file), number), line, offset)
             offset += len(line)
-            if not line.strip():
-                continue
-            yield _parsed(place, line, start)
 
 
 def _parsed(place: Place, line: bytes, offset: int | None) -> DatasetRow | Problem:
@@ -187,11 +185,8 @@ def _separated(delimiter: str) -> Callable[[Path], Iterator[DatasetRow | Problem
 
 def _cell(text: str) -> Any:
     """A list or an object that a cell holds as JSON (messages, for instance); any other cell is its text."""
-    if text[:1] in "[{" and text[-1:] in "]}":
-        try:
-            return json.loads(text)
-        except ValueError:
-            return text
+    with suppress(ValueError):
+        return json.loads(text) if text[:1] in "[{" and text[-1:] in "]}" else text
     return text
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from os.path import commonprefix
 from typing import Any, Literal, Protocol
 
 from earnest.data.layouts import Example, Message, RowError
@@ -74,8 +75,7 @@ def demonstration(policy: Renderer, example: Example, loss_on: LossOn = "assista
 
 def answer(policy: Renderer, prompt: Sequence[Message], reply: Sequence[Message], tools: Sequence[Any]) -> Rendered:
     """One row whose trained tokens are the last message of ``reply``: an answer of a preference pair."""
-    rows = list(_rows(policy, prompt, reply, tools))
-    return _last_run(rows[-1])
+    return _last_run(list(_rows(policy, prompt, reply, tools))[-1])
 
 
 def _last_run(row: Rendered) -> Rendered:
@@ -94,16 +94,11 @@ def _rows(
     if template is None:
         yield _without_template(policy, prompt, reply)
         return
-    if re.search(r"{%-?\s*generation\b", _template_text(template)):
-        marked = _marked(policy, prompt, reply, tools)
-        if marked is not None:
-            yield marked
-            return
+    written = " ".join(template.values()) if isinstance(template, Mapping) else str(template)
+    if re.search(r"{%-?\s*generation\b", written) and (marked := _marked(policy, prompt, reply, tools)) is not None:
+        yield marked
+        return
     yield from _by_prefixes(policy, prompt, reply, tools)
-
-
-def _template_text(template: object) -> str:
-    return " ".join(template.values()) if isinstance(template, Mapping) else str(template)
 
 
 # --- the template's own mark ------------------------------------------------------------------------------------------
@@ -164,7 +159,9 @@ def _by_prefixes(
         turn = _turn(policy, messages[i], whole[start:])
         tokens += before + turn
         trained += [False] * len(before) + [True] * len(turn)
-        written = whole[:start] + _decoded(policy, turn, whole[start:])
+        end = policy.tokenizer.convert_ids_to_tokens(turn[-1])
+        before_end, found, _ = whole[start:].partition(end)
+        written = whole[:start] + before_end + found  # all but what follows the end of the turn
     yield Rendered(tuple(tokens), tuple(trained))
 
 
@@ -190,19 +187,8 @@ def _end(policy: Renderer, ids: Sequence[int]) -> int | None:
     return next((i + 1 for i, token in enumerate(ids) if token in policy.eos_ids), None)
 
 
-def _decoded(policy: Renderer, turn: Sequence[int], text: str) -> str:
-    """The beginning of ``text`` that ``turn`` stands for: all of it but what follows the end of the turn."""
-    end = policy.tokenizer.convert_ids_to_tokens(turn[-1])
-    return text[: text.index(end) + len(end)] if end in text else text
-
-
 def _common(a: str, b: str) -> int:
-    size = 0
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            break
-        size += 1
-    return size
+    return len(commonprefix([a, b]))  # noqa: RUF071 (texts, not paths)
 
 
 def _squeezed(text: str) -> str:

@@ -96,11 +96,11 @@ def _verdict(task: Task, probes: Sequence[_Probe], second: Sequence[Grade | Exce
 
     raised = [p for p in probes if isinstance(p.outcome, Exception)]
     grades = [p for p in probes if isinstance(p.outcome, Grade)]
-    unequal = [p for p, again in zip(probes, second, strict=True) if not _same(p.outcome, again)]
+    unequal = [p for p, again in zip(probes, second, strict=True) if _judged(p.outcome) != _judged(again)]
     own = [p for p in grades if p.kind == "own answer"]
     rejected = [p for p in own if isinstance(p.outcome, Grade) and not p.outcome.correct]
     compared = grades if 0 < len(own) < len(grades) else []
-    rewards = {p.outcome.reward for p in compared if isinstance(p.outcome, Grade)}
+    rewards = {p.reward for p in compared}
     flat = compared if len(rewards) == 1 else []
     findings = [
         found("raises", raised, len(probes), f"{len(raised)} of {len(probes)} gradings", "none", "the grader fails"),
@@ -111,7 +111,7 @@ def _verdict(task: Task, probes: Sequence[_Probe], second: Sequence[Grade | Exce
         found("constant", flat, len(compared), f"{len(rewards)} different rewards", "2 or more",
               "every completion gets the same reward, so there is nothing to learn"),
     ]  # fmt: skip
-    full = {p.prompt.id: p.outcome.reward for p in own if isinstance(p.outcome, Grade)}
+    full = {p.prompt.id: p.reward for p in own}
     for law, (what, meaning) in _CREDIT.items():
         tried = [p for p in grades if p.kind == law]
         paid = [p for p in tried if p.credit(full.get(p.prompt.id, 0.0)) or (law == "empty" and _pays(p, grades, full))]
@@ -179,10 +179,8 @@ def _pays(probe: _Probe, grades: Sequence[_Probe], full: Mapping[str, float]) ->
     return probe.reward - start > FREE * (own - start)
 
 
-def _same(a: Grade | Exception, b: Grade | Exception) -> bool:
-    if isinstance(a, Grade) and isinstance(b, Grade):
-        return (a.reward, a.correct) == (b.reward, b.correct)
-    return type(a) is type(b)
+def _judged(found: Grade | Exception) -> object:
+    return (found.reward, found.correct) if isinstance(found, Grade) else type(found)
 
 
 def _text(prompt: Prompt, last: bool = False) -> str:

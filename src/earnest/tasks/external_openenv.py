@@ -216,14 +216,8 @@ def _plain(value: Any) -> str:
 
 def _schema(name: str, about: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
     wanted = {key: parameters[key] for key in ("properties", "required", "$defs") if parameters.get(key)}
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": about.strip(),
-            "parameters": {"type": "object", "properties": {}} | wanted,
-        },
-    }
+    parameters = {"type": "object", "properties": {}} | wanted
+    return {"type": "function", "function": {"name": name, "description": about.strip(), "parameters": parameters}}
 
 
 async def _tools(url: str) -> list[Mapping[str, Any]]:
@@ -242,7 +236,6 @@ async def _tools(url: str) -> list[Mapping[str, Any]]:
 
 
 def load(address: str, settings: Mapping[str, Any] | None = None) -> Any:
-    """The environment of the server at this address."""
     if not installed():
         raise MissingExtra("websockets", "openenv", "a task openenv/<address>")
     import httpx

@@ -10,19 +10,20 @@ import functools
 import importlib.util
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
+from operator import itemgetter
 from typing import Any
 
 from earnest.errors import MissingExtra, nearest
 from earnest.tasks.base import Grade, Prompt, Split, TaskError, TaskInfo, UnknownTask
-from earnest.tasks.split import check_request, split_of, stable_rng
+from earnest.tasks.split import draw_distinct, stable_rng
 
 _PREFIX = "reasoning_gym/"
 _SIZE = 500
 """Entries per block: the datasets' default. Some datasets make all of them at once, some refuse larger sizes."""
-_PATIENCE = 500
-"""Entries in a row that may be of the other split or seen already before the dataset counts as used up."""
+_PATIENCE = (500, 5000)
+"""Entries in a row of the other split or seen already after which questions are repeated, and after which none is."""
 
 
 def installed() -> bool:
@@ -65,32 +66,22 @@ class ReasoningGym:
         return _defaults(self.dataset) | json.loads(self.settings)
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
-        check_request(split, count)
-        found: list[Prompt] = []
-        seen: set[str] = set()
-        misses = 0
-        for block, index in ((b, i) for b in itertools.count() for i in range(_SIZE)):
-            if len(found) == count:
-                break
-            block_seed = stable_rng(self.name, split, seed, block).randrange(2**31)
-            entry = _dataset(self.dataset, block_seed, self.settings)[index]
-            question = str(entry["question"])
-            if split_of(f"{self.name}|{question}") == split and question not in seen:
-                payload = {"seed": block_seed, "index": index, "question": question, "answer": _text(entry["answer"])}
-                found.append(
-                    Prompt(f"{self.name}:{block_seed}:{index}", ({"role": "user", "content": question},), payload)
-                )
-                seen.add(question)
-                misses = 0
-                continue
-            misses += 1
-            if misses == _PATIENCE and seen:  # no new question: start a new pass over all of them
-                seen.clear()
-            elif misses > 10 * _PATIENCE:
-                raise TaskError(
-                    f"{self.name}: no question of split {split!r} in {misses} entries; too few questions to split."
-                )
-        return found
+        entries, rng = self._entries(split, seed), stable_rng(self.name, split, seed)
+        asked = itemgetter("question")
+        found = draw_distinct(
+            lambda _: next(entries), lambda d: f"{self.name}|{asked(d)}", asked, split, count, rng, *_PATIENCE
+        )
+        name = self.name
+        return [Prompt(f"{name}:{d['seed']}:{d['index']}", ({"role": "user", "content": asked(d)},), d) for d in found]
+
+    def _entries(self, split: Split, seed: int) -> Iterator[dict[str, Any]]:
+        """The data of one prompt after the other, of either split."""
+        for block in itertools.count():
+            own = stable_rng(self.name, split, seed, block).randrange(2**31)
+            for index in range(_SIZE):
+                entry = _dataset(self.dataset, own, self.settings)[index]
+                question, answer = str(entry["question"]), _text(entry["answer"])
+                yield {"seed": own, "index": index, "question": question, "answer": answer}
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
         dataset = _dataset(self.dataset, int(prompt.data["seed"]), self.settings)
@@ -123,7 +114,6 @@ def _defaults(dataset: str) -> dict[str, Any]:
 
 
 def load(dataset: str, settings: Mapping[str, Any] | None = None) -> ReasoningGym:
-    """The task of this dataset with these settings."""
     known = _datasets()
     if dataset not in known:
         raise UnknownTask(f"reasoning-gym has no dataset {dataset!r}: {nearest(dataset, known)}")

@@ -78,7 +78,6 @@ def grade_of(trace: Any) -> Grade:
 
 
 def new_trace(task: Any) -> Any:
-    """An empty trace of a task."""
     import verifiers.v1 as vf
     from verifiers.v1.state import state_cls
 
@@ -87,7 +86,6 @@ def new_trace(task: Any) -> Any:
 
 
 def append(trace: Any, message: dict[str, Any], *, sampled: bool) -> None:
-    """Add a message to the end of a trace."""
     import verifiers.v1 as vf
 
     parent = len(trace.nodes) - 1 if trace.nodes else None
@@ -166,8 +164,7 @@ def load(environment: str, settings: Mapping[str, Any] | None = None) -> Any:
         config = taskset_config_type(environment)(id=environment, **(settings or {}))
     except ValueError as error:  # raised by pydantic
         raise TaskError(f"task: the environment {environment!r} refuses its settings: {error}") from None
-    taskset = load_taskset(config)
-    tasks = list(itertools.islice(taskset, _MOST))
+    tasks = list(itertools.islice(load_taskset(config), _MOST))
     if not tasks:
         raise TaskError(f"the environment {environment!r} has no tasks; check its settings.")
     driver, env_config = environment_class(environment), env_config_type(environment)(taskset=config)

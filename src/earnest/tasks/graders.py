@@ -139,8 +139,7 @@ class Contains(Checked):
         wanted = re.escape(str(row["answer"]).strip())
         if not wanted:
             raise ValueError("the answer is empty, and every completion contains it")
-        flags = re.IGNORECASE if self.ignore_case else 0
-        found = re.search(rf"(?<!\w){wanted}(?!\w)", completion, flags)
+        found = re.search(rf"(?<!\w){wanted}(?!\w)", completion, re.IGNORECASE if self.ignore_case else 0)
         return _verdict(found is not None, "The answer is not in it.")
 
 

@@ -19,6 +19,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from earnest.tasks.base import Grade, Prompt, Task, TaskError
 from earnest.tasks.model_graders import BudgetSpent
@@ -42,12 +43,10 @@ def _grader(task: Task, prompts: Sequence[Prompt]) -> tuple[Callable[[Prompt, st
     if getattr(task, "isolated", False):
         return task.grade, True
     if type(task).__module__.startswith(IMPORTED) and prompts:
-        try:
+        with suppress(Exception):  # pickling calls the user's code
             pickle.dumps(prompts[0])
-        except Exception:  # pickling calls the user's code
-            return task.grade, False
-        run = isolated(task.grade)
-        return run, isinstance(run, Isolated)
+            run = isolated(task.grade)
+            return run, isinstance(run, Isolated)
     return task.grade, False
 
 

@@ -53,12 +53,8 @@ def _quote(attempt: str) -> str:
     return line if len(line) <= 16 else line[:16].rstrip() + "..."
 
 
-def _digits(rng: random.Random, length: int) -> str:
-    return "".join(rng.choice("0123456789") for _ in range(length))
-
-
-def _first_difference(attempt: str, answer: str) -> int:
-    return next(i for i, (a, b) in enumerate(zip(attempt + "?", answer + "!", strict=False), 1) if a != b)
+def _digits(rng: random.Random) -> str:
+    return "".join(rng.choice("0123456789") for _ in range(4))
 
 
 def _digit_hint(attempt: str, answer: str) -> str:
@@ -67,11 +63,12 @@ def _digit_hint(attempt: str, answer: str) -> str:
         return f"{_quote(attempt)} is wrong. Write digits only."
     if len(attempt) != len(answer):
         return f"{_quote(attempt)} is too {'long' if len(attempt) > len(answer) else 'short'}."
-    return f"{_quote(attempt)} is wrong at place {_first_difference(attempt, answer)}."
+    place = next(i for i, (a, b) in enumerate(zip(attempt + "?", answer + "!", strict=True), 1) if a != b)
+    return f"{_quote(attempt)} is wrong at place {place}."
 
 
 def _make_sort(rng: random.Random) -> Data:
-    digits = _digits(rng, 4)
+    digits = _digits(rng)
     return {"question": f"Sort {digits}.", "answer": "".join(sorted(digits)), "content": digits}
 
 
@@ -82,7 +79,7 @@ def _hint_sort(data: Data, attempt: str) -> str:
 
 
 def _make_reverse(rng: random.Random) -> Data:
-    digits = _digits(rng, 4)
+    digits = _digits(rng)
     return {"question": f"Reverse {digits}.", "answer": digits[::-1], "content": digits}
 
 
@@ -93,18 +90,12 @@ def _hint_reverse(data: Data, attempt: str) -> str:
 
 
 def _make_replace(rng: random.Random) -> Data:
-    digits = _digits(rng, 4)
+    digits = _digits(rng)
     old = rng.choice(digits)
     new = rng.choice([d for d in "0123456789" if d not in digits] or [d for d in "0123456789" if d != old])
     question = f"Copy {digits} with {new} for {old}."
-    return {
-        "question": question,
-        "answer": digits.replace(old, new),
-        "content": question,
-        "digits": digits,
-        "old": old,
-        "new": new,
-    }
+    made = {"question": question, "answer": digits.replace(old, new), "content": question}
+    return made | {"digits": digits, "old": old, "new": new}
 
 
 def _hint_replace(data: Data, attempt: str) -> str:
@@ -115,13 +106,8 @@ def _hint_replace(data: Data, attempt: str) -> str:
 
 def _make_add(rng: random.Random) -> Data:
     a, b = rng.randint(10, 49), rng.randint(10, 49)
-    return {
-        "question": f"Add {a} and {b}.",
-        "answer": str(a + b),
-        "content": f"{min(a, b)}+{max(a, b)}",
-        "a": a,
-        "b": b,
-    }
+    content = f"{min(a, b)}+{max(a, b)}"
+    return {"question": f"Add {a} and {b}.", "answer": str(a + b), "content": content, "a": a, "b": b}
 
 
 def _hint_number(data: Data, attempt: str) -> str:

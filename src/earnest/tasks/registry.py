@@ -40,25 +40,22 @@ def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
             raise TaskError(f"task.{next(iter(given))}: the task {name} has no settings; leave it out.")
         return TASKS[name] if name in TASKS else environments[name]
     family, _, rest = name.partition("/")
-    if family == "reasoning_gym" and rest:
-        return external_reasoning_gym.load(rest, given)
-    if family == "verifiers" and rest:
-        return external_verifiers.load(rest, given)
-    if family == "openenv" and rest:
-        return external_openenv.load(rest, given)
+    families = {"reasoning_gym": external_reasoning_gym, "verifiers": external_verifiers, "openenv": external_openenv}
+    if family in families and rest:
+        loaded: Task = families[family].load(rest, given)
+        return loaded
     if name == from_data.NAME:
         return from_data.load(given)
     if ":" in name:
         return _from_code(name, given)
     if name.endswith(".py"):
         raise TaskError(f"task: {name} is a file; add the name of the task in it, as in {name}:MyTask.")
-    families = ("reasoning_gym/<dataset>", "verifiers/<environment>", "openenv/<address>")
-    known = [*TASKS, *environments, "my_task.py:Name", *families]
+    patterns = ("my_task.py:Name", "reasoning_gym/<dataset>", "verifiers/<environment>", "openenv/<address>")
+    known = [*TASKS, *environments, *patterns]
     raise UnknownTask(f"task {name!r} is unknown: {nearest(name, known)} `earnest tasks` lists all of them.")
 
 
 def _environments() -> dict[str, Any]:
-    """The built-in environments by name."""
     from earnest.tasks.tool_tasks import ENVIRONMENTS
 
     return {environment.name: environment for environment in ENVIRONMENTS}

@@ -23,7 +23,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -117,14 +117,7 @@ class Sandbox:
 
 
 def _request(limits: Limits, entry: str, arguments: Mapping[str, Any], paths: list[str]) -> dict[str, Any]:
-    return {
-        "function": entry,
-        "arguments": dict(arguments),
-        "paths": paths,
-        "seconds": limits.seconds,
-        "memory": limits.memory,
-        "output": limits.output,
-    }
+    return {"function": entry, "arguments": dict(arguments), "paths": paths, **asdict(limits)}
 
 
 def entry_of(function: Callable[..., Any]) -> str:
@@ -160,13 +153,15 @@ class _Worker:
     @classmethod
     def start(cls) -> _Worker:
         quiet = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL", "RAYON")}
+        # A tool has no use for the rest of the environment: tokens and keys of services among others.
+        kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
         process = subprocess.Popen(
             [sys.executable, "-I", str(_WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
-            env={**_plain_environment(), **quiet},
+            env={name: os.environ[name] for name in kept if name in os.environ} | quiet,
         )
         return cls(process)
 
@@ -189,12 +184,6 @@ class _Worker:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
-
-
-def _plain_environment() -> dict[str, str]:
-    """The environment without what a tool has no use for: tokens and keys of services among others."""
-    kept = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
-    return {name: os.environ[name] for name in kept if name in os.environ}
 
 
 @dataclass

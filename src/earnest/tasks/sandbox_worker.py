@@ -33,8 +33,7 @@ def read(stream: IO[bytes]) -> Any:
     head = stream.read(4)
     if len(head) < 4:
         return None
-    body = stream.read(struct.unpack("I", head)[0])
-    return json.loads(body)
+    return json.loads(stream.read(struct.unpack("I", head)[0]))
 
 
 def write(stream: IO[bytes], message: Any) -> None:
@@ -85,8 +84,7 @@ def child(request: dict[str, Any], function: Any, folder: str, out: int, result:
     reply: dict[str, Any]
     try:
         os.setsid()
-        null = os.open(os.devnull, os.O_RDWR)
-        os.dup2(null, 0)
+        os.dup2(os.open(os.devnull, os.O_RDWR), 0)
         os.dup2(out, 1)
         os.dup2(out, 2)
         kept = os.dup2(result, 3, inheritable=False) if result != 3 else 3

@@ -37,8 +37,7 @@ def check_request(split: str, count: int) -> None:
 
 def stable_rng(*key: object) -> random.Random:
     """A generator that depends only on the key, not on the process's hash seed."""
-    digest = hashlib.sha256(repr(key).encode()).digest()
-    return random.Random(int.from_bytes(digest[:16], "big"))
+    return random.Random(int.from_bytes(hashlib.sha256(repr(key).encode()).digest()[:16], "big"))
 
 
 def draw_distinct(
@@ -48,8 +47,10 @@ def draw_distinct(
     split: Split,
     count: int,
     rng: random.Random,
+    patience: int = _PATIENCE,
+    most: int = 2 * _PATIENCE,
 ) -> list[T]:
-    """Draw until ``count`` distinct items of the split are found; repeat some if the space is used up."""
+    """Draw until ``count`` distinct items of the split are found; after ``patience`` misses items are repeated."""
     check_request(split, count)
     found: list[T] = []
     seen: set[Hashable] = set()
@@ -62,9 +63,9 @@ def draw_distinct(
             misses = 0
             continue
         misses += 1
-        if misses == _PATIENCE and seen:  # no new item: start a new pass over all of them
+        if misses == patience and seen:  # no new item: start a new pass over all of them
             seen.clear()
-        elif misses > 2 * _PATIENCE:
+        elif misses > most:
             raise TaskError(
                 f"no question of split {split!r} in {misses} draws: the task's space is too small to split."
             )
@@ -97,7 +98,6 @@ class PromptStream:
         self._block: tuple[int, list[Prompt]] | None = None
 
     def next(self, count: int) -> list[Prompt]:
-        """The next ``count`` prompts."""
         check_request(self.split, count)
         out = [self._at(self.position + i) for i in range(count)]
         self.position += count

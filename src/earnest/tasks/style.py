@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from earnest import data
-from earnest.tasks.base import Grade, Prompt, Split
+from earnest.tasks.base import Extra, Grade, Prompt, Split
 from earnest.tasks.registry import TASKS
 from earnest.tasks.split import choose_distinct, stable_rng
 
@@ -70,10 +70,8 @@ class Style:
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         # All axes share one split: a request held out for one is held out for all.
-        found = choose_distinct(
-            space(), lambda d: f"style|{d['question']}", split, count, stable_rng(self.name, split, seed)
-        )
-        return [self.prompt(item) for item in found]
+        rng = stable_rng(self.name, split, seed)
+        return [self.prompt(d) for d in choose_distinct(space(), lambda d: f"style|{d['question']}", split, count, rng)]
 
     def prompt(self, item: Mapping[str, str]) -> Prompt:
         message = {"role": "user", "content": item["question"]}
@@ -81,15 +79,10 @@ class Style:
 
     def grade(self, prompt: Prompt, completion: str) -> Grade:
         score = trait(self.axis, completion)
-        poles = AXES[self.axis]
-        feedback = "" if score > 0.5 else poles["high"]["said"][-1]
+        feedback = "" if score > 0.5 else AXES[self.axis]["high"]["said"][-1]
         on_topic = re.search(rf"\b{prompt.data['topic']}\b", completion.lower()) is not None
-        return Grade(
-            score,
-            feedback,
-            score > 0.5,
-            {"trait": score, "on_topic": on_topic, "words": float(len(completion.split()))},
-        )
+        extras: dict[str, Extra] = {"trait": score, "on_topic": on_topic, "words": float(len(completion.split()))}
+        return Grade(score, feedback, score > 0.5, extras)
 
 
 STYLES: tuple[Style, ...] = tuple(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from earnest.tasks.base import Extra, Grade, Prompt, Split, Task, TaskError
+from earnest.tasks.base import Extra, Grade, Prompt, Task, TaskError
 from earnest.tasks.environment import Ending, Message, Opening, StepResult
 from earnest.tasks.playing import MessagePolicy
 from earnest.tasks.tools import Observation, Tools
@@ -50,30 +50,19 @@ class ToolEnvironment:
         oracle: MessagePolicy | None = None,
     ) -> None:
         self.task, self.needs_call, self.oracle = task, needs_call, oracle
+        self.name, self.description, self.prompts = task.name, task.description, task.prompts
         self.toolbox = tools or Tools(functions)
         if not self.toolbox.functions:
             raise TaskError(f"the environment {task.name} has no tools; give at least one function.")
 
     @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def description(self) -> str:
-        return self.task.description
-
-    @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         return self.toolbox.schemas
-
-    def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
-        return self.task.prompts(split, count, seed)
 
     async def reset(self, prompt: Prompt, seed: int) -> Opening:
         return Opening(prompt.messages, Conversation(prompt))
 
     async def call(self, state: Conversation, name: str, arguments: Mapping[str, Any]) -> Observation:
-        """The observation of one call."""
         return await asyncio.to_thread(self.toolbox.call, name, arguments, state.prompt.data)
 
     async def step(self, state: Conversation, message: Message) -> StepResult:
@@ -96,10 +85,7 @@ class ToolEnvironment:
         return StepResult(tuple(replies))
 
     async def grade(self, state: Conversation, ending: Ending) -> Grade:
-        extras: dict[str, Extra] = {
-            "tool_calls": float(state.calls),
-            "failed_calls": float(len(state.failures)),
-        }
+        extras: dict[str, Extra] = {"tool_calls": float(state.calls), "failed_calls": float(len(state.failures))}
         if self.needs_call and state.answer is not None and not state.calls and not state.failures:
             wanted = f"Use {' or '.join(self.toolbox.by_name)} before you answer."
             return Grade(0.0, wanted, False, extras, turn=state.turns - 1)

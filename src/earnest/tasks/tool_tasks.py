@@ -110,24 +110,15 @@ def _calculation(rng: random.Random) -> Data:
 def _lookup(rng: random.Random) -> Data:
     item, other = rng.sample(_ITEMS, 2)
     answer = f"{rng.randint(1, 99)} coins"
-    return {
-        "question": f"What does the {item} cost?",
-        "content": item,
-        "item": item,
-        "prices": {item: answer} if rng.random() < 0.5 else {item: f"as the {other}", other: answer},
-        "answer": answer,
-    }
+    prices = {item: answer} if rng.random() < 0.5 else {item: f"as the {other}", other: answer}
+    question = f"What does the {item} cost?"
+    return {"question": question, "content": item, "item": item, "prices": prices, "answer": answer}
 
 
 def _broken(rng: random.Random) -> Data:
     wrong, right = rng.sample(range(10, 200), 2)
-    return {
-        "question": f"Fix def f(x): return x+{wrong}",
-        "content": f"+{wrong}",
-        "code": f"def f(x): return x+{wrong}",
-        "add": right,
-        "answer": f"def f(x): return x+{right}",
-    }
+    code, answer = f"def f(x): return x+{wrong}", f"def f(x): return x+{right}"
+    return {"question": f"Fix {code}", "content": f"+{wrong}", "code": code, "add": right, "answer": answer}
 
 
 class Fix(ToolEnvironment):
@@ -189,12 +180,6 @@ def _call(tool: str, **arguments: Any) -> Message:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def _fix() -> Fix:
-    tools = Tools([check])
-    task = FixTask("fix", "repair a Python function after a look at its failing test", _broken, tools)
-    return Fix(task, [], tools=tools, oracle=oracle)
-
-
 CALCULATOR = ToolEnvironment(
     ToolTask("calculator", "sums of two numbers, with a calculator", _calculation),
     [calculate],
@@ -202,5 +187,7 @@ CALCULATOR = ToolEnvironment(
     oracle=oracle,
 )
 LOOKUP = ToolEnvironment(ToolTask("lookup", "prices that only a tool knows", _lookup), [price], oracle=oracle)
-FIX = _fix()
+_CHECK = Tools([check])
+_FIXING = FixTask("fix", "repair a Python function after a look at its failing test", _broken, _CHECK)
+FIX = Fix(_FIXING, [], tools=_CHECK, oracle=oracle)
 ENVIRONMENTS: tuple[ToolEnvironment, ...] = (CALCULATOR, LOOKUP, FIX)

@@ -20,7 +20,7 @@ from functools import cached_property
 from types import SimpleNamespace
 from typing import Any
 
-from earnest.tasks.base import Grade, Prompt, Split, TaskError
+from earnest.tasks.base import Grade, Prompt, TaskError
 from earnest.tasks.environment import Ending, Message, Opening, StepResult
 from earnest.tasks.external_verifiers import Verifiers, append, grade_of, messages_of, new_trace
 from earnest.tasks.playing import run_to_end
@@ -46,7 +46,6 @@ class _Talk:
     scored: bool = False
 
     async def ask(self, new: list[Message]) -> Message:
-        """The policy's reply to new messages."""
         self.reply = asyncio.get_running_loop().create_future()
         self.events.put_nowait(new)
         return await self.reply
@@ -63,22 +62,11 @@ class VerifiersEnvironment:
     def __init__(self, single: Verifiers, run: Any, toolsets: Any) -> None:
         """``run(task, agents)`` is the environment's; ``toolsets()`` makes fresh tool sets."""
         self.single, self._run, self._toolsets = single, run, toolsets
-
-    @property
-    def name(self) -> str:
-        return self.single.name
-
-    @property
-    def description(self) -> str:
-        return self.single.description
-
-    def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
-        return self.single.prompts(split, count, seed)
+        self.name, self.description, self.prompts = single.name, single.description, single.prompts
 
     @cached_property
     def tools(self) -> Sequence[Mapping[str, Any]]:
-        box = _Toolbox(self._toolsets(next(iter(self.single.tasks.values()))))
-        return box.schemas()
+        return _Toolbox(self._toolsets(next(iter(self.single.tasks.values())))).schemas()
 
     async def reset(self, prompt: Prompt, seed: int) -> Opening:
         task = self.single.tasks[int(prompt.data["index"])]
@@ -228,14 +216,13 @@ class _Toolbox:
             await toolset.setup_task(task)
 
     def schemas(self) -> list[Mapping[str, Any]]:
-        found = run_to_end(self.server.list_tools())
-        return [
-            {
-                "type": "function",
-                "function": {"name": t.name, "description": t.description or "", "parameters": _schema_of(t)},
-            }
-            for t in found
-        ]
+        found: list[Mapping[str, Any]] = []
+        for tool in run_to_end(self.server.list_tools()):
+            schema = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None)
+            parameters = dict(schema or {"type": "object", "properties": {}})
+            function = {"name": tool.name, "description": tool.description or "", "parameters": parameters}
+            found.append({"type": "function", "function": function})
+        return found
 
     async def replies(self, message: Message) -> list[Message]:
         """The tool messages for the calls of a message; empty without calls."""
@@ -253,21 +240,12 @@ class _Toolbox:
             known = ", ".join(sorted(self.names)) or "none"
             return Observation(f"Error: there is no tool {name!r}; the tools are {known}.", failed=True)
         try:
-            result = await self.server.call_tool(name, dict(arguments))
+            result: Any = await self.server.call_tool(name, dict(arguments))
         except Exception as error:  # a tool is foreign code; what it raises is an observation
             return Observation(f"Error: {' '.join(str(error).split())[:400]}", failed=True)
-        return Observation(_text_of(result))
-
-
-def _schema_of(tool: Any) -> Mapping[str, Any]:
-    found = getattr(tool, "input_schema", None) or getattr(tool, "inputSchema", None)
-    return dict(found or {"type": "object", "properties": {}})
-
-
-def _text_of(result: Any) -> str:
-    """The text of an MCP result, whose form depends on the version of the library."""
-    parts = result[0] if isinstance(result, tuple) else getattr(result, "content", result)
-    return "\n".join(str(getattr(part, "text", part)) for part in parts)
+        # the form of an MCP result depends on the version of the library
+        parts = result[0] if isinstance(result, tuple) else getattr(result, "content", result)
+        return Observation("\n".join(str(getattr(part, "text", part)) for part in parts))
 
 
 def _to_verifiers(message: Message) -> dict[str, Any]:
