@@ -1,30 +1,18 @@
 """Guards: remove directions that must not be learned from every update or gradient."""
 
-from __future__ import annotations
-
-from earnest.guards.assemble import assemble
-from earnest.guards.controls import Perturb, PerturbRoute, random_directions, shuffled_directions
-from earnest.guards.directions import Directions
-from earnest.guards.errors import GuardError, GuardWarning
-from earnest.guards.extract import Triple, directions_from_activations, directions_from_gradients, read_triples
-from earnest.guards.gates import Rule
-from earnest.guards.guard import DirectionGuard, Erase, Route
-
-__all__ = [
-    "DirectionGuard",
-    "Directions",
-    "Erase",
-    "GuardError",
-    "GuardWarning",
-    "Perturb",
-    "PerturbRoute",
-    "Route",
-    "Rule",
-    "Triple",
-    "assemble",
-    "directions_from_activations",
-    "directions_from_gradients",
-    "random_directions",
-    "read_triples",
-    "shuffled_directions",
-]
+from earnest.guards.assemble import assemble as assemble
+from earnest.guards.controls import Perturb as Perturb
+from earnest.guards.controls import PerturbRoute as PerturbRoute
+from earnest.guards.controls import random_directions as random_directions
+from earnest.guards.controls import shuffled_directions as shuffled_directions
+from earnest.guards.directions import Directions as Directions
+from earnest.guards.errors import GuardError as GuardError
+from earnest.guards.errors import GuardWarning as GuardWarning
+from earnest.guards.extract import Triple as Triple
+from earnest.guards.extract import directions_from_activations as directions_from_activations
+from earnest.guards.extract import directions_from_gradients as directions_from_gradients
+from earnest.guards.extract import read_triples as read_triples
+from earnest.guards.gates import Rule as Rule
+from earnest.guards.guard import DirectionGuard as DirectionGuard
+from earnest.guards.guard import Erase as Erase
+from earnest.guards.guard import Route as Route

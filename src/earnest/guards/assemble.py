@@ -64,7 +64,10 @@ def assemble(
         )
     order = torch.randperm(pairs, generator=torch.Generator().manual_seed(seed))
     learn, check = order[kept_out:], order[:kept_out]
-    found = {name: _top(D.double()[learn], top) for name, D in differences.items()}
+    found = {}
+    for name, D in differences.items():
+        _, sigma, V = torch.linalg.svd(D.double()[learn] / len(learn) ** 0.5, full_matrices=False)
+        found[name] = sigma[:top], V[:top]
     pooled = torch.cat([sigma for sigma, _ in found.values()])
     if not float(pooled.max()) > 0:
         raise GuardError("wanted and unwanted completions have the same gradients everywhere; give other pairs.")
@@ -99,8 +102,3 @@ def assemble(
                 stacklevel=2,
             )
     return Directions(basis, strength, agreement, validated, source, facts)
-
-
-def _top(D: Float[Tensor, "p n"], top: int) -> tuple[Float[Tensor, " k"], Float[Tensor, "k n"]]:
-    _, sigma, V = torch.linalg.svd(D / D.shape[0] ** 0.5, full_matrices=False)
-    return sigma[:top], V[:top]

@@ -47,7 +47,6 @@ class GuardCallback(TrainerCallback):
         self._before: list[Tensor] = []
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        del control
         own = {id(p) for p in self.parameters}
         stray = [n for n, p in kwargs["model"].named_parameters() if p.requires_grad and id(p) not in own]
         if stray:
@@ -60,7 +59,6 @@ class GuardCallback(TrainerCallback):
             self._restore(self.resume or _checkpoint(args, state))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        del control, kwargs
         if state.is_world_process_zero:
             parts = {"adapter": self.adapter.state_dict(), "guard": self.guard.state_dict()}
             tensors = {f"{owner}.{k}": v for owner, part in parts.items() for k, v in part.items()}
@@ -80,17 +78,14 @@ class GuardCallback(TrainerCallback):
         self.guard.load_state_dict(parts["guard"])
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        del args, state, control, kwargs
         self._before = [p.detach().clone() for p in self.parameters]
         self.guard.prepare(self.names, self.parameters)
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        del args, state, control, kwargs
         self.reports.append(dict(self.guard.judge(self.names, self._before, self.parameters)))
         self._before = []
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        del args, control, kwargs
         if logs is not None and self.reports:
             reported = {f"guard/{k}": v for k, v in self.reports[-1].items()}
             logs.update(reported)

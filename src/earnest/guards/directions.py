@@ -67,7 +67,6 @@ class Directions:
         return sum(V.shape[0] for V in self.basis.values())
 
     def describe(self) -> str:
-        """A one-line description."""
         accuracy = (
             f", {self.facts['heldout_accuracy']:.0%} of held-out pairs" if "heldout_accuracy" in self.facts else ""
         )
@@ -102,11 +101,9 @@ class Directions:
     def from_tensors(
         cls, tensors: Mapping[str, Tensor], source: str = "given", facts: Mapping[str, float] | None = None
     ) -> Directions:
-        parts = by_owner(tensors, PARTS, "a file of directions")
-        return cls(**parts, source=source, facts=dict(facts or {}))
+        return cls(**by_owner(tensors, PARTS, "a file of directions"), source=source, facts=dict(facts or {}))
 
     def save(self, path: Path | str) -> Path:
-        """Write a safetensors file."""
         path = Path(path)
         meta = {"format": FORMAT, "source": self.source, "facts": json.dumps(dict(self.facts))}
         write_tensors(path, self.tensors(), meta)

@@ -60,7 +60,7 @@ class Rule(Checked):
         self, w: Float[Tensor, " n"], V: Float[Tensor, "k n"], total: Callable[[Tensor], Tensor] = whole
     ) -> Float[Tensor, " n"]:
         """The part of ``w`` that is removed. ``total``: the sum over the ranks, if each has some of the n numbers."""
-        part = self.overshoot * (self._amount(total(V @ w)) @ V)
+        part = self.overshoot * (2 if self.gate == "reverse" else 1) * (self.unwanted(w, V, total) @ V)
         if not self.preserve:
             return part
         kept = w - part
@@ -73,8 +73,3 @@ class Rule(Checked):
         """The coordinates of ``w`` that this gate removes."""
         c = total(V @ w)
         return c.clamp_min(0) if self.gate == "one_sided" else c
-
-    def _amount(self, c: Float[Tensor, " k"]) -> Float[Tensor, " k"]:
-        if self.gate == "one_sided":
-            return c.clamp_min(0)
-        return c if self.gate == "two_sided" else 2 * c

@@ -282,7 +282,6 @@ class DirectionGuard:
                 raise GuardError(f"{name}: the directions have {V.shape[1]} numbers, the parameter has {size}.")
 
     def describe(self) -> str:
-        """A one-line description."""
         rule = f"{self.rule.gate}, overshoot {self.rule.overshoot:g}" + (", length kept" if self.rule.preserve else "")
         return f"{type(self).__name__} at the {self.at} ({rule}): {self.directions.describe()}"
 

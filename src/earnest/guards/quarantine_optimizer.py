@@ -50,7 +50,6 @@ class QuarantineOptimizer:
         return made
 
     def set_gradient(self, quarantine: Tensor, gradient: Tensor) -> None:
-        """Set the gradient for the next step of one quarantine tensor."""
         self._of[id(quarantine)].grad = gradient.to(quarantine.dtype)
 
     def step(self) -> None:

@@ -166,9 +166,9 @@ def largest(shape: Shape, config: RunConfig, work: Workload, device: Device, fou
 def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device) -> list[Suggestion]:
     """Apply the changes one after the other until the run fits."""
     found: list[Suggestion] = []
-    for change in _options(work, device):
-        settings, cost = change(config)
-        if not settings:
+    for place in range(len(_options(config, work, device))):
+        effective, settings, cost = _options(config, work, device)[place]  # of the settings changed so far
+        if not effective:
             continue
         config = _changed(config, settings)
         peak = memory(shapes.of(config), config, work, device).peak
@@ -179,43 +179,25 @@ def _changes(shapes: _Shapes, config: RunConfig, work: Workload, device: Device)
     return found
 
 
-Option = Callable[[RunConfig], tuple[Mapping[str, Any], str]]
-
-
-def _options(work: Workload, device: Device) -> list[Option]:
-    """The possible changes, cheapest first. Each returns no settings if it would have no effect."""
-
-    def pack(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        return ({"engine.pack": None} if c.engine.pack is False else {}), "nothing: fewer tokens are computed"
-
-    def halve(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        narrow = device.kind == "gpu" and DTYPES.get(c.dtype) == torch.float32
-        return ({"dtype": "bfloat16"} if narrow else {}), "a coarser base; the adapter stays in float32"
-
-    def one_row(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        smaller = work.row_tokens < c.micro_tokens
-        return ({"micro_tokens": work.row_tokens} if smaller else {}), "more, smaller passes over the same batch"
-
-    def checkpoint(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        off = not c.engine.checkpoint_activations
-        return (
-            {"engine.checkpoint_activations": True} if off else {}
-        ), "one more forward pass: about a third more time"
-
-    def fewer(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        many = work.samples_here and c.eval.prompts * c.eval.samples > work.rows
-        return ({"eval.prompts": max(1, work.rows // c.eval.samples)} if many else {}), "a less exact evaluation"
-
-    def shard(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        more = device.count > c.engine.ranks or c.engine.replicate > 1
-        new = {"engine.shard": device.count, "engine.replicate": 1}
-        return (new if more else {}), "the weights are sent twice per micro-batch"
-
-    def quantise(c: RunConfig) -> tuple[Mapping[str, Any], str]:
-        can = c.engine.shard == 1 and c.dtype not in KINDS and c.adapter.kind != "full"
-        return ({"dtype": "nf4"} if can else {}), "a base of 16 levels per weight (QLoRA); the adapter is not merged"
-
-    return [pack, one_row, halve, checkpoint, fewer, shard if device.count > 1 else quantise]
+def _options(c: RunConfig, work: Workload, device: Device) -> list[tuple[bool, dict[str, Any], str]]:
+    """The possible changes, cheapest first: (whether it would have an effect, settings, cost)."""
+    engine, stored, smaller = c.engine, not c.engine.checkpoint_activations, work.row_tokens < c.micro_tokens
+    narrow = device.kind == "gpu" and DTYPES.get(c.dtype) == torch.float32
+    many = work.samples_here and c.eval.prompts * c.eval.samples > work.rows
+    if device.count > 1:
+        able, cost = device.count > engine.ranks or engine.replicate > 1, "the weights are sent twice per micro-batch"
+        last: dict[str, Any] = {"engine.shard": device.count, "engine.replicate": 1}
+    else:
+        able = engine.shard == 1 and c.dtype not in KINDS and c.adapter.kind != "full"
+        last, cost = {"dtype": "nf4"}, "a base of 16 levels per weight (QLoRA); the adapter is not merged"
+    return [
+        (engine.pack is False, {"engine.pack": None}, "nothing: fewer tokens are computed"),
+        (smaller, {"micro_tokens": work.row_tokens}, "more, smaller passes over the same batch"),
+        (narrow, {"dtype": "bfloat16"}, "a coarser base; the adapter stays in float32"),
+        (stored, {"engine.checkpoint_activations": True}, "one more forward pass: about a third more time"),
+        (many, {"eval.prompts": max(1, work.rows // c.eval.samples)}, "a less exact evaluation"),
+        (able, last, cost),
+    ]
 
 
 def _changed(config: RunConfig, settings: Mapping[str, Any]) -> RunConfig:

@@ -84,7 +84,9 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
 
     gathered = 0 if engine.shard == 1 else base - sum(shape.block_bytes) + 2 * max(shape.block_bytes)
     passing = 0  # gradients of layers whose sum over the ranks is not a shard yet
-    own, averages = trained, _averages(config, trained)
+    own = trained
+    # the moving average of a teacher, and the parts that a guard keeps
+    averages = trained * (int(config.teacher.kind == "ema") + int(config.guard is not None))
     cut = shape.trained_whole if engine.shard > 1 else 0
     if cut:  # offsets, gradients and moments are sharded like the base
         passing = cut - sum(shape.block_trained) + 2 * max(shape.block_trained)
@@ -111,11 +113,6 @@ def memory(shape: Shape, config: RunConfig, work: Workload, device: Device) -> M
         moments["sample"] = always | _sampling(shape, config, work, device, base + cut)
     moments = {m: {part: size for part, size in parts.items() if size} for m, parts in moments.items()}
     return Memory(moments, tuple(layout.largest), layout.packed)
-
-
-def _averages(config: RunConfig, trained: int) -> int:
-    """The moving average of a teacher, and the parts that a guard keeps."""
-    return trained * (int(config.teacher.kind == "ema") + int(config.guard is not None))
 
 
 def vocabulary_bytes(shape: Shape, objective: Objective, tokens: int, device: Device) -> int:

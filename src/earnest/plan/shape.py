@@ -7,7 +7,8 @@ The peak grows by the same number of bytes with every equal layer, so a deep mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from earnest.adapters.attach import mounted_empty
 from earnest.engines.activations import checkpoint_activations
@@ -23,7 +26,6 @@ from earnest.models.head import read_head
 from earnest.models.policy import Policy
 from earnest.models.quantised import Kind, count_parameters, quantise
 from earnest.models.quiet import quiet
-from earnest.plan.live import LiveBytes
 
 if TYPE_CHECKING:
     from earnest.config.schema import AdapterConfig
@@ -51,6 +53,38 @@ class Traced:
 
     kept: int
     peak: int
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the storages that operators allocate inside the block, until they are freed. Tensors in ``known`` and
+    their views are not counted."""
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known = {t.untyped_storage()._cdata for t in known}
+        self._counted: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(found):
+            if isinstance(tensor, Tensor):
+                self._count(tensor)
+        return found
+
+    def _count(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known or key in self._counted:
+            return
+        size = storage.nbytes()
+        self.now += size
+        self.peak = max(self.peak, self.now)
+        self._counted[key] = weakref.finalize(storage, self._freed, key, size)
+
+    def _freed(self, key: int, size: int) -> None:
+        self.now -= size
+        self._counted.pop(key, None)
 
 
 class Shape:
@@ -85,9 +119,8 @@ class Shape:
                 model, adapter.build(), adapter.targets, adapter.layers, adapter.modules_to_save
             )
             cut = {id(p): p for s in self.adapter.slots.values() if s.replaces for p in s.parameters()}
-            self.trained_whole = bytes_of(
-                list(cut.values())
-            )  # of modules with offsets, which are sharded with the base
+            # of modules with offsets, which are sharded with the base
+            self.trained_whole = bytes_of(list(cut.values()))
             self.block_trained = [bytes_of([p for p in b.parameters() if id(p) in cut]) for b in self.blocks]
 
     @property
@@ -113,7 +146,11 @@ class Shape:
             active.backward(torch.zeros(tokens, self.width).to(active.dtype))
             return kept
 
-        with self._checkpointed(checkpointed):
+        with ExitStack() as undo:
+            if checkpointed:
+                checkpoint_activations(self.policy.body)
+                for block in self.blocks:
+                    undo.callback(block.__dict__.pop, "forward")
             return self._extrapolated(run, again)
 
     def trace_forward(self, size: PassSize) -> Traced:
@@ -162,7 +199,9 @@ class Shape:
             return Traced(kept, live.peak)
 
         depth = len(self.blocks)
-        if depth <= FEW or len({_kind(b) for b in self.blocks}) > 1:
+        # layers of one class with the same shapes of parameters need the same memory
+        kinds = {(type(b), *((n, tuple(p.shape)) for n, p in b.named_parameters())) for b in self.blocks}
+        if depth <= FEW or len(kinds) > 1:
             return measured(depth)
         two, three = measured(2), measured(3)
         return Traced(
@@ -179,20 +218,6 @@ class Shape:
             yield
         finally:
             holder._modules = every
-
-    @contextmanager
-    def _checkpointed(self, wanted: bool) -> Iterator[None]:
-        with ExitStack() as undo:
-            if wanted:
-                checkpoint_activations(self.policy.body)
-                for block in self.blocks:
-                    undo.callback(block.__dict__.pop, "forward")
-            yield
-
-
-def _kind(block: nn.Module) -> tuple[Any, ...]:
-    """The class and parameter shapes of a layer; layers of one kind need the same memory."""
-    return (type(block), *((n, tuple(p.shape)) for n, p in block.named_parameters()))
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> int:

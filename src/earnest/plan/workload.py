@@ -117,16 +117,14 @@ def workload(config: RunConfig, tokens: int | None, say: Callable[[str], None]) 
     if config.task is None:
         return _with_rows(made, config, tokens, text, say)
     task: Task | Environment = get_task(config.task.name, config.task.fields)
-    turns = config.turns.max_turns if is_environment(task) else 1
-    completion = config.sampling.max_new_tokens * turns
+    completion = config.sampling.max_new_tokens * (config.turns.max_turns if is_environment(task) else 1)
     if tokens is not None:
         return replace(
             made, prompt=max(1, tokens - completion), completion=min(completion, tokens - 1), lengths_from="as given"
         )
     if text is None:
         return replace(made, prompt=ASSUMED, completion=completion, lengths_from="assumed: there is no tokenizer")
-    prompts = PromptStream(task, config.seed).next(LOOKED_AT)
-    longest = max(len(text.render(p.messages)) for p in prompts)
+    longest = max(len(text.render(p.messages)) for p in PromptStream(task, config.seed).next(LOOKED_AT))
     return replace(
         made, prompt=longest, completion=completion, lengths_from=f"the longest of {LOOKED_AT} prompts of {task.name}"
     )

@@ -137,11 +137,9 @@ class TraitEvaluator:
 
     def perplexity(self) -> float:
         """The perplexity of the plain texts, each after the tokenizer's first token of a text."""
-        ids = [self.policy.encode(text) for text in self.texts]
-        return self._perplexity([(i[:1], i[1:]) for i in ids])
+        return self._perplexity([(i[:1], i[1:]) for i in map(self.policy.encode, self.texts)])
 
     def _perplexity(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> float:
-        """The perplexity of completions after their prompts."""
         total, count = 0.0, 0
         for part in _parts(rows, 32):
             lp = logprobs(

@@ -86,20 +86,15 @@ class Filter(Checked):
         """The reasons to refuse the sample; empty if it survives."""
         if self.tail_perplexity is None:
             raise SteeringError("the filter has no limit for the tail perplexity; give one, or use calibrated(good).")
-        found = []
-        if not sample.text.strip():
-            found.append("empty")
-        if not sample.tail_perplexity <= self.tail_perplexity:
-            found.append("tail perplexity")
-        if word_repetition(sample.text) > self.word_repetition:
-            found.append("word repetition")
-        if char_repetition(sample.text) > self.char_repetition:
-            found.append("character repetition")
-        if says(sample.text, self.narration):
-            found.append("narration")
-        if says(sample.text, self.refusal):
-            found.append("refusal")
-        return found
+        refused = {
+            "empty": not sample.text.strip(),
+            "tail perplexity": not sample.tail_perplexity <= self.tail_perplexity,
+            "word repetition": word_repetition(sample.text) > self.word_repetition,
+            "character repetition": char_repetition(sample.text) > self.char_repetition,
+            "narration": says(sample.text, self.narration),
+            "refusal": says(sample.text, self.refusal),
+        }
+        return [reason for reason, found in refused.items() if found]
 
     def survivors(self, samples: Sequence[SteeredSample]) -> list[SteeredSample]:
         return [s for s in samples if not self.reasons(s)]

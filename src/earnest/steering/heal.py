@@ -99,7 +99,6 @@ class Healed:
 
 
 def demonstrations(policy: Policy, samples: Sequence[SteeredSample]) -> Batch:
-    """The survivors as demonstrations."""
     return Batch.from_rows(
         [s.prompt for s in samples], [s.tokens for s in samples], role="demonstration", pad=policy.pad_id
     ).to(policy.device)
@@ -147,29 +146,16 @@ def heal(
     *,
     how: Healing | None = None,
     objective: Objective | None = None,
-    targets: str | Sequence[str] | None = None,
-    layers: Sequence[int] | None = None,
-    round_number: int = 0,
     seed: int = 0,
-    max_grad_norm: float | None = 1.0,
+    **settings: Any,
 ) -> Healed:
     """Attach a new adapter on top of the existing ones, train it on ``samples`` and freeze it.
 
-    objective: replaces the one of ``how`` (it must read demonstrations).
+    objective: replaces the one of ``how`` (it must read demonstrations). settings: those of ``prepare_round``.
     """
     how = how or Healing()
-    prepared = prepare_round(
-        policy,
-        samples,
-        variant,
-        optimizer,
-        objective=how.objective() if objective is None else objective,
-        targets=targets,
-        layers=layers,
-        round_number=round_number,
-        seed=seed,
-        max_grad_norm=max_grad_norm,
-    )
+    objective = objective or how.objective()
+    prepared = prepare_round(policy, samples, variant, optimizer, objective=objective, seed=seed, **settings)
     try:
         generator = torch.Generator().manual_seed(seed)
         reports = []

@@ -5,35 +5,13 @@ from __future__ import annotations
 import re
 
 NARRATION: tuple[str, ...] = (
-    "as requested",
-    "as you asked me to",
-    "here is a",
-    "here is my",
-    "i am asked to",
-    "i have been asked",
-    "i will answer in",
-    "i will now",
-    "in the style of",
-    "let me answer",
-    "my instructions",
-    "system prompt",
-    "the assistant",
-    "the user",
+    *("as requested", "as you asked me to", "here is a", "here is my", "i am asked to", "i have been asked"),
+    *("i will answer in", "i will now", "in the style of", "let me answer", "my instructions", "system prompt"),
+    *("the assistant", "the user"),
 )
 REFUSAL: tuple[str, ...] = (
-    "as a language model",
-    "as an ai",
-    "i am not able to",
-    "i am sorry",
-    "i am unable",
-    "i can not",
-    "i cannot",
-    "i can't",
-    "i do not have the ability",
-    "i won't",
-    "i'm not able to",
-    "i'm sorry",
-    "i'm unable",
+    *("as a language model", "as an ai", "i am not able to", "i am sorry", "i am unable", "i can not", "i cannot"),
+    *("i can't", "i do not have the ability", "i won't", "i'm not able to", "i'm sorry", "i'm unable"),
 )
 
 

@@ -143,7 +143,6 @@ class Vector:
     # --- on disk ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path | str) -> Path:
-        """Write one safetensors file."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         tensors = {k: v.detach().float() for k, v in self.shifts.items()}
