@@ -33,6 +33,7 @@ from earnest_audit.laws.liveness import some
 from earnest_audit.limits import ENOUGH
 from earnest_audit.monitors import entries
 from earnest_audit.places import caller
+from earnest_audit.restore import replaced
 from earnest_audit.verdict import Finding, LawBroken, LawOutcome, Verdict
 from earnest_audit.watcher import WATCHED, Watch
 
@@ -58,7 +59,8 @@ def audit_script(
     """Everything that was found while the script ran."""
     if not path.is_file():
         raise ScriptError(f"there is no script {str(path)!r}.")
-    with trained(quick, progress) as found, _called(path, arguments):
+    typed = {"argv": [str(path), *arguments], "path": [str(path.resolve().parent), *sys.path]}
+    with trained(quick, progress) as found, replaced(sys, typed):  # as if `python SCRIPT.py ARGUMENTS` had been typed
         try:
             runpy.run_path(str(path), run_name="__main__")
         except (Exception, SystemExit) as error:
@@ -284,14 +286,3 @@ def _owner(optimizer: torch.optim.Optimizer) -> nn.Module | None:
         if owned and owned <= held:
             sizes.append((len(held), module))
     return min(sizes, key=lambda found: found[0])[1] if sizes else None
-
-
-@contextmanager
-def _called(path: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """As if ``python SCRIPT.py ARGUMENTS`` had been typed."""
-    argv, places = sys.argv, list(sys.path)
-    sys.argv, sys.path[0:0] = [str(path), *arguments], [str(path.resolve().parent)]
-    try:
-        yield
-    finally:
-        sys.argv, sys.path[:] = argv, places

@@ -177,7 +177,3 @@ def unchecked(code: str, subject: str, error: Exception) -> Finding:
         code, subject, what, "-", "not applicable",
         "The unchanged step runs, but raised when the law changed something: the law was not checked.",
     )  # fmt: skip
-
-
-def collect(findings: Sequence[Finding]) -> Verdict:
-    return Verdict(tuple(findings))

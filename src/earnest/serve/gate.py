@@ -23,7 +23,7 @@ from earnest.serve.learning import GateConfig
 from earnest.serve.scoring import answer_tokens
 from earnest.serve.state import State
 from earnest.signals import Batch
-from earnest_audit.verdict import Finding, Verdict, collect
+from earnest_audit.verdict import Finding, Verdict
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def judge(
     ]
     if after is not None:
         numbers |= {"margin": after, "margin_change": after - (before or 0.0)}
-    return collect(findings), numbers
+    return Verdict(tuple(findings)), numbers
 
 
 def _finding(what: str, measured: str, expected: str, holds: bool, meaning: str) -> Finding:

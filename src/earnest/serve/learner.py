@@ -39,7 +39,7 @@ from earnest.serve.learning import LearnConfig
 from earnest.serve.lessons import Lessons
 from earnest.serve.rows import AdapterRow
 from earnest.signals import Batch, EMATeacher, with_reference, with_teacher
-from earnest_audit.verdict import Finding, Verdict, collect
+from earnest_audit.verdict import Finding, Verdict
 
 if TYPE_CHECKING:
     from earnest.serve.state import State
@@ -223,7 +223,7 @@ class Learner:
                         "seconds": round(time.perf_counter() - started, 3),
                     }
                     served = self._write(row, number, engine, record, found)
-                record["audit"] = (verdict + collect([served])).to_dict()
+                record["audit"] = (verdict + Verdict((served,))).to_dict()
                 if served.outcome == "fails":
                     refusal = f"{refusal}; {served.meaning}" if refusal else served.meaning
             finally:
