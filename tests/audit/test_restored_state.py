@@ -143,8 +143,9 @@ def test_reentrant_checkpointing_is_audited_like_any_other(family: Callable[[], 
         assert verdict.holds, str(verdict)
         assert model.head.weight.grad is kept and bool((kept == 1).all()) and not updates
         assert model.head.weight._post_accumulate_grad_hooks
-        found.append(verdict.findings)
-    assert found[0] == found[1]
+        # One step more shows how to pull: the budget may be spent one row earlier.
+        found.append({f.subject: f for f in verdict.findings if "the budget is spent" not in f.measured})
+    assert len(found[1]) - len(found[0]) in (0, 1) and found[0].items() <= found[1].items()
 
 
 def test_nan_is_far_from_everything() -> None:
@@ -167,7 +168,7 @@ def test_a_step_that_refuses_changes_is_audited_all_the_same() -> None:
     verdict = audit(step, laws=[liveness.LAW, knobs.LAW, splits.LAW, masks.LAW])
     assert verdict.holds, str(verdict)
     found = measured(verdict)
-    assert found["setting share"].startswith("0.5 → 0.25 moved")
+    assert found["setting share"].endswith(": 0.5 → 0.25")
     assert found["term square"].startswith("could not be checked (AssertionError")
     assert found["every row twice"] == "could not be checked (NotImplementedError: five rows of twelve)"
     assert found["whole = parts"] == "a part of the rows cannot be run alone (NotImplementedError)"
