@@ -103,6 +103,24 @@ def test_every_documents_context_is_changed_in_a_packed_row() -> None:
     assert rows(audit(step, laws=[inputs.LAW]).findings)["input ids (ids)"] == "holds"
 
 
+def test_labels_that_are_shifted_before_packing_have_their_context_in_their_document() -> None:
+    """The last token of a document has no label, and is not the context of the next document."""
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 23, (2, LENGTH), generator=rng)
+    documents = (torch.arange(LENGTH)[None] >= 6).long().repeat(2, 1)
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1).where(
+        torch.arange(LENGTH) % 6 < 5, torch.tensor(-100)
+    )
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logits = model(batch["ids"], None, batch["documents"])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    batch = {"ids": ids, "labels": labels, "documents": documents}
+    step = Step(Tiny(), loss, batch, {k: k for k in batch})
+    assert rows(audit(step, laws=[inputs.LAW]).findings)["input ids (ids)"] == "holds"
+
+
 def test_what_is_neither_declared_nor_read_is_reported() -> None:
     step = sft_step()
     step.batch = {**step.batch, "position_ids": step.batch["ids"] * 0}

@@ -76,6 +76,23 @@ def test_a_spread_of_the_others_explodes_and_is_seen() -> None:
     assert failures(turned) == {"the right answer stands above the wrong ones"}
 
 
+@pytest.mark.parametrize("squares", [False, True])
+def test_a_spread_that_is_a_difference_of_rounded_squares_is_seen(squares: bool) -> None:
+    """NeMo-RL #4158: the others' rewards are all 0.95, and E[x²] - E[x]² of them is 2e-7 in float32, not 0."""
+
+    def fn(r: Tensor, g: Tensor) -> Tensor:
+        others = (g[:, None] == g[None, :]).to(r) - torch.eye(len(r))
+        n = others.sum(1)
+        mean = others @ r / n
+        variance = others @ r.square() / n - mean.square()
+        exact = torch.stack([r[row > 0].double().var(correction=0) for row in others]).to(r)
+        spread = (variance if squares else exact).clamp(min=0).sqrt()
+        return torch.where(spread < (0 if squares else 1e-6), r - mean, (r - mean) / spread.clamp(min=1e-6))
+
+    seen = audit(AdvantageEstimator(fn, "free", scaled_over="row", size=8))
+    assert ("one right answer among wrong ones" in failures(seen)) == squares
+
+
 def over_the_batch(r: Tensor, g: Tensor, centre: Callable[[Tensor, Tensor], Tensor] | None = None) -> Tensor:
     """The group's mean and the batch's spread, as TRL's scale_rewards="batch"."""
     mean = each(r, g, torch.mean) if centre is None else centre(r, g)

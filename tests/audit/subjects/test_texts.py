@@ -37,7 +37,8 @@ def template(fault: str = "") -> ChatTemplate:
                 on[-1] = 0
             if fault == "last" and m is not messages[-1]:
                 on = [0] * len(body)
-            mask += [int(fault == "all")] * len(head(m["role"])) + on
+            start = fault == "all" or (fault == "generation prompt" and m["role"] == "assistant")
+            mask += [int(start)] * len(head(m["role"])) + on
         if fault == "writes":
             messages.pop()
         return out, mask
@@ -63,6 +64,11 @@ def test_a_template_supervises_the_assistant_alone() -> None:
 def test_a_prompt_is_the_beginning_of_what_is_trained_on() -> None:
     assert failed(template("no system")) == {"the prompt of message 2", "the prompt of message 4"}
     assert "the messages afterwards" in failed(template("writes"))
+
+
+def test_a_generation_prompt_is_not_supervised() -> None:
+    """NeMo Automodel #3739: an empty block of reasoning, which the prompt already has, is trained."""
+    assert failed(template("generation prompt")) == {"generation prompts"}
 
 
 def grader(fault: str = "") -> Grader:

@@ -218,10 +218,15 @@ def _other_context(probe: Probe, batch: edits.Batch, role: str) -> tuple[edits.B
     where = ""
     if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
         # Only the context: a token that is also a target would matter through the target alone.
-        target = torch.nn.functional.pad((on != 0).long(), (value.shape[1] - on.shape[1], 0))
-        # Packed rows have prompts after answers too, so any token that some answer follows is one.
-        follows = target.flip(-1).cumsum(-1).flip(-1) > 0
-        context = real & (target == 0) & follows
+        predicts = torch.nn.functional.pad(on != 0, (value.shape[1] - on.shape[1], 0))
+        ahead = edits.ahead(step)
+        target = torch.nn.functional.pad(predicts, (1, -1)) if ahead else predicts
+        # Packed rows have prompts after answers too, so any token that some answer of its document follows is one.
+        follows = torch.ones_like(predicts[:1, :, None] | predicts[:1, None, :]).triu(0 if ahead else 1)
+        documents = step.value("documents")
+        if documents is not None and documents.shape == value.shape:
+            follows = follows & (documents[:, :, None] == documents[:, None, :])
+        context = real & ~target & (follows & predicts[:, None, :]).any(-1)
         if bool(context.any()):
             real, where = context, ", in the tokens without a loss that supervised ones follow"
     # Rows of one prompt share their context, so tokens are drawn from the whole batch.

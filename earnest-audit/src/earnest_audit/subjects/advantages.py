@@ -19,6 +19,7 @@ STABILISER = 1e-4  # the largest constant that public code adds to a standard de
 NAMES = 100  # what groups are called from, where their names are changed
 NOISE = 0.1  # of the usual advantages: what rounding may become in a group without a signal
 EXACT = (0.0, 1.0)  # values that no mean rounds
+ROUNDS = 0.95  # its square is rounded
 EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up and divided by seven, is not 0.7 in fp32
 
 
@@ -46,7 +47,8 @@ class AdvantageEstimator(Subject, name="advantages"):
     zero sum  Σ over a group is 0, where the division is by one number per group
     scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
     order     permuting the rows permutes the advantages
-    equal     rewards that are all the same give 0, also where their mean is rounded; one among zeros gives no giant
+    equal     rewards that are all the same give 0, also where their mean is rounded; one different reward among equal
+              ones gives no giant
     sign      one right answer in a group is not below 0, the wrong ones not above, and it is above them
     names     other names of the groups (100, 101, …) change nothing
     inputs    are not written into
@@ -274,10 +276,15 @@ class AdvantageEstimator(Subject, name="advantages"):
         raw = self._raw(one, groups)
         given, right, bound = raw.float(), one == high, 2.0 * len(groups) * max(1.0, high - low)
         finite = bool(torch.isfinite(given).all())
-        found = float(given.abs().max()) if finite else math.inf
-        why = "One right answer gets an unbounded advantage: it is divided by the others' spread, which is 0."
+        found = largest = float(given.abs().max()) if finite else math.inf
+        if self.values is None:  # one wrong answer among rewards whose squares are rounded
+            largest = max(found, float(self._run(torch.where(right, 0.0, ROUNDS), groups).abs().max()))
+        why = (
+            "One different answer gets an unbounded advantage: it is divided by the others' spread, which is 0, or the "
+        )
+        why += "rounding of a difference of squares."
         subject = "one right answer among wrong ones"
-        yield self.finding(subject, f"largest {found:.3g}", f"≤ {bound:g}", found <= bound, why)
+        yield self.finding(subject, f"largest {largest:.3g}", f"≤ {bound:g}", largest <= bound, why)
         if not finite or bool(right.all()):  # groups of one
             return
         subject = "the right answer stands above the wrong ones"

@@ -129,6 +129,7 @@ class ChatTemplate(Subject, name="chat template"):
 
     prefix      prompt(messages up to an answer) is the beginning of tokens(messages)
     supervised  another text of the user or the system leaves the supervised tokens as they are; another answer does not
+    generated   what stands between the messages before an answer and the answer (a generation prompt) is not supervised
     ends        the end of every answer is supervised
     untrained   answers that are declared not to be trained are not supervised, and neither are their ends
     inputs      the messages are not written into
@@ -161,6 +162,10 @@ class ChatTemplate(Subject, name="chat template"):
         yield self.finding("supervised share", share, "some, not all", 0 < len(taught) < len(ids), why)
         if self.prefix:
             yield from (self._begins(ids, i) for i in answers)
+            given_on = [bool(on) for on in given[1]]
+            told = [str(i) for i in answers if any(given_on[self._rendered(ids, i) : len(self._asked(i))])]
+            more = ": tokens between the last message and this answer are supervised, which the policy never samples."
+            yield self.none("generation prompts", told, f"{len(told)} of {len(answers)} are supervised", more)
         if self.trained is not None:
             answers = [i for i in answers if i in self.trained]
         others = [i for i in range(len(messages)) if i not in answers]
@@ -179,8 +184,21 @@ class ChatTemplate(Subject, name="chat template"):
         why = "An answer's end is not supervised, so the model does not learn to stop."
         yield self.finding("ends of answers", f"{ends} supervised", f"{least} or more", ends >= least, why)
 
+    def _asked(self, answer: int) -> list[int]:
+        """What this answer is sampled from."""
+        return list(self.prompt(copy.deepcopy(list(self.messages[:answer]))))
+
+    def _rendered(self, ids: list[int], answer: int) -> int:
+        """Where the messages before this answer end, so that its generation prompt begins; after it where that is not
+        known."""
+        try:
+            before = list(self.tokens(copy.deepcopy(list(self.messages[:answer])))[0])
+        except Exception:
+            return len(ids)
+        return len(before) if ids[: len(before)] == before else len(ids)
+
     def _begins(self, ids: list[int], answer: int) -> Finding:
-        asked = list(self.prompt(copy.deepcopy(list(self.messages[:answer]))))
+        asked = self._asked(answer)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False)))
         return self.finding(
             f"the prompt of message {answer}", f"{common} of its {len(asked)} ids begin the conversation",
