@@ -7,7 +7,7 @@ How: Gradients (never loss values) at other values of the setting, from a pertur
 Exceptions: A clip has no effect at ratio 1, so ratios on both sides are made first. Sensitivity is necessary, not
 sufficient: a sign or swapped modes pass here and fail elsewhere.
 Detects: SkyRL #1353 and #1053, transformers #44242, PEFT #3152, torchft #233 (alpha), NeMo-Automodel #3804 (means of
-chunks)
+chunks), verl-recipe #151 (an end of β that is clamped)
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from earnest_audit.laws.inputs import far
 from earnest_audit.probe import Change, Probe
 from earnest_audit.verdict import Finding
 
+GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within a factor of two
+
 
 def check(probe: Probe) -> Rows:
     step, base = probe.step, probe.off_policy()
@@ -37,6 +39,7 @@ def check(probe: Probe) -> Rows:
             yield _inert(probe, base, knob, value)
         elif knob not in weights:  # a weight is checked for more below
             yield _setting(probe, base, knob, value)
+            yield from _vanished(probe, base, knob, value)
     for option, modes in step.options.items():
         yield _modes(probe, base, option, list(modes))
     for metric, knob in step.weights.items():
@@ -114,6 +117,22 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
         spent = f"not checked: no change by {len(tried)} values, and the budget is spent"
         return LAW.not_applicable(subject, spent, "Too few values were tried to conclude that it does nothing.")
     return row
+
+
+def _vanished(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Rows:
+    """A number whose present value leaves almost no gradient, while one within a factor of two does not."""
+    for other in candidates(value)[:2] if isinstance(value, float) and value and knob not in probe.step.clips else ():
+        try:
+            here, there = (probe.gradient(base, knobs).norm() for knobs in (None, {knob: other}))
+        except Exception:
+            continue  # the step refuses this value, as it may
+        if here < GONE * there:
+            yield LAW.finding(
+                f"setting {knob}, its present value",
+                f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}", f"≥ {GONE:g}", False,
+                f"{knob} = {value:g} trains almost nothing: an end of its range is clamped instead of treated apart.",
+            )  # fmt: skip
+            return
 
 
 def _trials(

@@ -121,7 +121,7 @@ def _margin(probe: Probe, part: Part) -> Rows:
             "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
             "reference enters with the wrong sign, on the wrong side, or normalised differently; or pairs have weights "
             "of their own: declare them (role weights; value_is_loss=False where the loss makes them under a detach); "
-            "or each answer is weighed by itself: pairwise=False.",
+            "or each answer is weighed by itself: pairwise=False; or logprobs=fn gives sums, and the loss averages.",
         )  # fmt: skip
 
 
