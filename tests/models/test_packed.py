@@ -117,6 +117,12 @@ def completions_with_a_change(policy: Policy, write: str) -> list[Completion]:
                 for m in layers:
                     if write == "in place":
                         m.weight.mul_(1.5)
+                    elif write == "through .data":
+                        m.weight.data.mul_(1.5)
+                    elif write == "a permutation through .data":
+                        m.weight.data.copy_(m.weight.data.flip(1).clone())
+                    elif write == "other .data":
+                        m.weight.data = 1.5 * m.weight.data
                     else:
                         m.weight = nn.Parameter(1.5 * m.weight, requires_grad=False)
             done += [c for _, c in slots.step()]
@@ -126,7 +132,10 @@ def completions_with_a_change(policy: Policy, write: str) -> list[Completion]:
     return sorted(done, key=lambda c: c.prompt_index)
 
 
-@pytest.mark.parametrize("write", ["in place", "another parameter"])
+WRITES = ("in place", "through .data", "a permutation through .data", "other .data", "another parameter")
+
+
+@pytest.mark.parametrize("write", WRITES)
 def test_a_weight_that_changes_is_copied_again(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
     policy = tiny.policy("llama")
     found = completions_with_a_change(policy, write)

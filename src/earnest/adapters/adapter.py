@@ -19,9 +19,10 @@ from earnest.adapters.fingerprint import base_fingerprint
 from earnest.adapters.layer import Layer, ModuleLayer
 from earnest.adapters.merging import merge_layer, merged_weight, unmerge_layer
 from earnest.adapters.report import AttachReport
-from earnest.adapters.runtime import AdapterGate, Slot, slots_of, state_key
+from earnest.adapters.runtime import AdapterGate, Slot, slots_of
 from earnest.adapters.variant import Variant
 from earnest.deprecated import warn_renamed
+from earnest.models.written import state_key
 
 
 class Adapter:

@@ -9,7 +9,6 @@ has properties instead: reading `module.weight` gives the weight with the adapte
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -23,6 +22,7 @@ from earnest.adapters.kernel import Around, Factors, low_rank
 from earnest.adapters.layer import ExpertsLayer, Layer, ModuleLayer, is_experts, is_linear_like
 from earnest.adapters.linalg import gathered
 from earnest.adapters.variant import Spec, Tensors, Variant
+from earnest.models.written import FEW, state_key
 
 SLOTS = "earnest_slots"
 KEPT = 16
@@ -98,7 +98,7 @@ class Slot(nn.Module):
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or _in_transform(t):
             with _exactly(layer):
                 return self.variant.factors(t, layer, scale)
-        key = (scale, layer.dtype, state_key(self.trainable()), state_key(self._buffers, exact=False))  # type: ignore[arg-type]
+        key = (scale, layer.dtype, state_key(self.trainable()), state_key(self._buffers, FEW))  # type: ignore[arg-type]
         found = self._cached
         if found is None or found[0] != key:
             with _exactly(layer):
@@ -150,19 +150,6 @@ class Slot(nn.Module):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         """Read nothing, for the same reason."""
-
-
-def state_key(tensors: Tensors, exact: bool = True) -> tuple[Any, ...]:
-    """A key that changes when one of the tensors changes.
-
-    Autograd's version counter misses writes through ``.data``, so on the CPU the key also has a hash of the bytes. On
-    other devices a hash would synchronise, so the key has only the version and the address.
-    """
-    return tuple((id(t), t._version, t.data_ptr(), _checksum(t) if exact and t.is_cpu else 0) for t in tensors.values())
-
-
-def _checksum(t: Tensor) -> int:
-    return zlib.crc32(t.detach().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def cached(layer: Layer, what: str, tensors: Tensors, extra: Any, compute: Callable[[], Tensor]) -> Tensor:

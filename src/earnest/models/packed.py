@@ -10,7 +10,8 @@ its batched one (SmolLM2's head in one thread: 10.3 and 6.0 ms). So the weight i
     W x = [W₁ x; W₂ x]
 
 The results differ from torch's by rounding. Inside ``with PackedWeights(policy)`` the layers compute like this; a
-weight that was replaced or written since is copied again. The copies exist while a sampler does.
+weight that was replaced or written since is copied again. Writes through ``.data`` are looked for at a few elements of
+each weight, so a write of single elements may be missed. The copies exist while a sampler does.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from earnest.models.policy import Policy
+from earnest.models.written import FEW, tensor_key
 
 PACKED_BYTES = 2 << 30  # of copies; the smallest weights of a larger model get none
 PACKED_FROM = 16  # new tokens of a completion, from which on the copies are made
@@ -69,7 +71,8 @@ class PackedWeights:
         self.copies = copies
         self._modules = linears(policy.model)
         self._packable = set(packable(policy.model))
-        self._made: dict[nn.Module, tuple[Tensor, int, _PackedWeight]] = {}
+        self._made: dict[nn.Module, tuple[tuple[int, ...], _PackedWeight, Tensor]] = {}
+        """Layer → key, what computes, and the weight, so that its id is not given to another one."""
         self._own: dict[nn.Module, nn.Parameter] = {}
 
     def __enter__(self) -> None:
@@ -77,12 +80,14 @@ class PackedWeights:
             own = module._parameters["weight"]
             if type(own) is not nn.Parameter or not _usable(own):  # sharded, for example
                 continue
-            weight, version, made = self._made.get(module, (None, -1, None))
-            if made is None or weight is not own or version != own._version:
+            copies = self.copies and module in self._packable
+            key = tensor_key(own, FEW if copies else 0)
+            before, made, _ = self._made.get(module, (None, None, None))
+            if made is None or before != key:
                 made = own.detach().as_subclass(_PackedWeight)
-                self._made[module] = (own, own._version, made)
-            if self.copies and made.copied is None and module in self._packable:
-                made.copied = torch.ops.mkldnn._reorder_linear_weight(own.detach(), _ROWS)
+                if copies:
+                    made.copied = torch.ops.mkldnn._reorder_linear_weight(own.detach(), _ROWS)
+                self._made[module] = (key, made, own)
             self._own[module] = own
             module._parameters["weight"] = made  # type: ignore[assignment]  # a tensor; only the forward reads it
 
