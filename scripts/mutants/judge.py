@@ -41,6 +41,7 @@ EQUIVALENT = OUT / "equivalent.json"
 """Key → why no test can detect this mutant. Written by hand."""
 MOST = 40  # tests for one mutant
 STUCK = 180.0
+FAST = "not slow and not vllm and not browser"
 FORMULAS = tuple(
     o for o in OPERATORS if o.__name__ in ("arithmetic", "sign", "shifted", "state_dict_emptied", "load_ignored")
 )
@@ -129,7 +130,7 @@ class Until:
         return True if time.monotonic() > self.end else None
 
 
-def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
+def run(copy: Path, tests: list[str], limit: float, log: Path, marks: str = FAST) -> str:
     """``killed``, ``survived`` or ``timeout``, in a child that has the libraries but not earnest.
 
     No test begins after ``limit`` seconds; a test that is not over ``STUCK`` seconds later hangs.
@@ -148,10 +149,12 @@ def run(copy: Path, tests: list[str], limit: float, log: Path) -> str:
             os.environ["PYTHONPATH"] = os.pathsep.join(str(copy / part) for part in parts)
             for name in [m for m in sys.modules if m.split(".")[0] in ("earnest", "earnest_audit", "scripts", "tests")]:
                 del sys.modules[name]
+            sys.dont_write_bytecode = False  # the next child reads what this one has compiled
+            os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
             os.environ["CI"] = "true"  # a test that is skipped because of the change fails
             os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
             plugins = ["-p", "no:cacheprovider", "-p", "_hypothesis_pytestplugin", "-p", "anyio"]
-            words = ["-x", "-q", "-m", "not slow and not vllm and not browser", *plugins, *tests]
+            words = ["-x", "-q", "-m", marks, *plugins, *tests]
             code = int(pytest.main(words, [Until(time.monotonic() + limit)]))
         except BaseException:  # the child must never return into the parent's loop
             code = 70

@@ -39,15 +39,15 @@ SOME = (
 
 
 def run(
-    out: Path, count: int, checks: tuple[str, ...] = (), replicate: int = 1, tensor: int = 1
+    out: Path, count: int, checks: tuple[str, ...] = (), replicate: int = 1, tensor: int = 1, long: bool = True
 ) -> list[dict[str, str]]:
-    """What each of ``count`` ranks found."""
+    """What each of ``count`` ranks found. ``long``: with more steps and more examples of adapters."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     common = {**os.environ, "WORLD_SIZE": str(count), "REPLICATE": str(replicate), "PYTHONPATH": path}
-    common |= {"TENSOR": str(tensor)}
+    common |= {"TENSOR": str(tensor), "LONG": str(int(long))}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     logs = [out / f"rank-{rank}.log" for rank in range(count)]
     ranks = []
@@ -68,7 +68,7 @@ def require(results: list[dict[str, str]], names: tuple[str, ...]) -> None:
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    return run(tmp_path_factory.mktemp("ranks"), 2)
+    return run(tmp_path_factory.mktemp("ranks"), 2, long=False)
 
 
 @pytest.mark.parametrize("name", [*CHECKS, *(f"split layers: {name}" for name in TENSOR_FEW)])

@@ -8,8 +8,6 @@ import math
 import os
 import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from earnest import cli
 from earnest.config import RunConfig, load_file
 from earnest.disk import JsonLines
 from earnest.errors import CheckpointError, ConfigError
@@ -24,35 +23,11 @@ from earnest.runs import resume, start
 from earnest.runs.errors import Interrupted
 from earnest.runs.folder import RunFolder
 from tests.runs.compare import assert_same_run, lines
+from tests.runs.forked import dying
 from tests.runs.tiny import recipe
 
 Make = Callable[..., RunConfig]
 SETTINGS = ("steps=10", "checkpoint.every=3", "eval.every=4", "updates_per_batch=2")
-
-# The command line in a process that sends itself a signal in the middle of a step: after its metrics line is on disk,
-# before its samples are.
-COMMAND = """
-import os, sys
-from earnest import cli
-from earnest.disk import JsonLines
-
-append = JsonLines.append
-
-def append_and_die(self, record):
-    append(self, record)
-    if record.get("kind") == "step" and record["step"] == {step}:
-        os.kill(os.getpid(), {signal})
-
-JsonLines.append = append_and_die
-cli.main(sys.argv[1:])
-"""
-
-
-def dying(number: signal.Signals, step: int, *arguments: str) -> subprocess.CompletedProcess[str]:
-    code = COMMAND.format(step=step, signal=int(number))
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=300, check=False
-    )
 
 
 @pytest.fixture(scope="module")
@@ -69,15 +44,16 @@ def test_kill_and_resume_is_bit_equal(tiny: Path, tmp_path: Path, whole: Path) -
     It comes in step 8 and the newest checkpoint is step 6: the lines of 7 and 8 are there and must not come twice.
     """
     killed = tmp_path / "killed"
-    died = dying(signal.SIGKILL, 8, "run", str(recipe(tmp_path / "r.yaml", tiny)), *SETTINGS, f"out={killed}")
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    words = ["run", str(recipe(tmp_path / "r.yaml", tiny)), *SETTINGS, f"out={killed}"]
+    code, said = dying(signal.SIGKILL, 8, tmp_path / "log", *words)
+    assert code == -signal.SIGKILL, said
     assert lines(killed / "metrics.jsonl")[-1]["step"] == 8
     assert json.loads((killed / "run.json").read_text())["status"] == "running"
     assert not (killed / "adapter").exists()
 
-    command = [sys.executable, "-m", "earnest.cli", "run", str(killed), "--resume"]
-    resumed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert resumed.returncode == 0, resumed.stderr
+    with pytest.raises(SystemExit) as end:
+        cli.main(["run", str(killed), "--resume"])
+    assert end.value.code == 0
     assert "resumed after step 6" in (killed / "events.log").read_text()
     assert_same_run(whole, killed, 10)
     assert json.loads((killed / "run.json").read_text())["status"] == "finished"
@@ -86,10 +62,11 @@ def test_kill_and_resume_is_bit_equal(tiny: Path, tmp_path: Path, whole: Path) -
 def test_ctrl_c_leaves_a_resumable_folder(tiny: Path, tmp_path: Path, whole: Path, quiet: Console) -> None:
     """The step that was running is finished and saved, so nothing is lost."""
     folder = tmp_path / "stopped"
-    stopped = dying(signal.SIGINT, 4, "run", str(recipe(tmp_path / "r.yaml", tiny)), *SETTINGS, f"out={folder}")
-    assert stopped.returncode == 130, stopped.stderr
-    assert f"earnest run {folder} --resume" in stopped.stderr
-    assert "Traceback" not in stopped.stderr
+    words = ["run", str(recipe(tmp_path / "r.yaml", tiny)), *SETTINGS, f"out={folder}"]
+    code, said = dying(signal.SIGINT, 4, tmp_path / "log", *words)
+    assert code == 130, said
+    assert f"earnest run {folder} --resume" in said
+    assert "Traceback" not in said
     header = json.loads((folder / "run.json").read_text())
     assert (header["status"], header["steps_done"]) == ("interrupted", 4) and "SIGINT" in header["reason"]
     resume(folder, console=quiet)
@@ -235,8 +212,8 @@ def test_a_scheduled_run_has_the_rates_of_its_schedule_and_resumes_bit_for_bit(
     assert found == pytest.approx([1e-2 * share for share in [2 / 6, 4 / 6, 1, *cosine]])
     assert found[-1] == pytest.approx(1e-3)
     half = tmp_path / "half"
-    died = dying(signal.SIGKILL, 8, "run", str(made), *given, f"out={half}")
-    assert died.returncode == -signal.SIGKILL, died.stderr
+    code, said = dying(signal.SIGKILL, 8, tmp_path / "log", "run", str(made), *given, f"out={half}")
+    assert code == -signal.SIGKILL, said
     resume(half, (), quiet)
     assert_same_run(half, tmp_path / "whole", 10)
 

@@ -7,8 +7,6 @@ import os
 import socket
 import sqlite3
 import stat
-import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +15,7 @@ import httpx
 import huggingface_hub
 import pytest
 
+from earnest import cli
 from earnest.errors import EarnestError
 from earnest.serve import ServeSettings, server
 from tests.models.test_loading import Hub, response
@@ -218,24 +217,23 @@ def test_damaged_files_of_a_version(live: Live, adapter, harm: str, caplog) -> N
     assert live.chat(name)["choices"]
 
 
-def _refused(*options: str) -> str:
-    command = [sys.executable, "-m", "earnest.cli", "serve", *options]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2 and "Traceback" not in done.stderr and "http://" not in done.stdout, done.stderr
-    assert "loaded" not in done.stderr
-    return done.stderr
+def test_a_server_that_cannot_start_ends_in_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refused(port: int, data: object) -> str:
+        with pytest.raises(SystemExit) as end:
+            cli.main(["serve", "--port", str(port), "--data", str(data)])
+        out, said = capsys.readouterr()
+        assert end.value.code == 2 and "Traceback" not in said and "http://" not in out, said
+        assert "loaded" not in said
+        return said
 
-
-def test_a_server_that_cannot_start_ends_in_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert "cannot write there" in _refused("--port", "0", "--data", str(tmp_path / "file"))
-    assert "cannot write there" in _refused("--port", "0", "--data", "/proc/earnest")
+    assert "cannot write there" in refused(0, tmp_path / "file")
+    assert "cannot write there" in refused(0, "/proc/earnest")
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "earnest.sqlite3").write_bytes(b"no database " * 100)
-    assert "its database cannot be opened" in _refused("--port", "0", "--data", str(tmp_path / "broken"))
+    assert "its database cannot be opened" in refused(0, tmp_path / "broken")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        assert "cannot listen there" in _refused("--port", str(port), "--data", str(tmp_path / "data"))
+        assert "cannot listen there" in refused(taken.getsockname()[1], tmp_path / "data")
     assert not (tmp_path / "data").exists()
 
 
