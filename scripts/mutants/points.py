@@ -1,11 +1,12 @@
 """Changes that undo a fix, each with the test that was written for it: every one has to fail.
 
-    python -m scripts.mutants.points [POINT…]
+    python -m scripts.mutants.points [POINT…] [--again]
     python -m scripts.mutants.points --table
 
 benchmarks/results/mutation/points.json has, for points of the issue "Mend", a file, the text ``old`` in it, the text
 ``new`` in its place, what this undoes, and a test. Each change is made alone in a copy of the project; ``failed`` is
-whether the test then fails. A test that failed is run once more without a change, and has to pass.
+whether the test then fails. One that is there is not run again, except with ``--again``. A test that failed is run
+once more without a change, and has to pass.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ ANY = "not slow and not vllm"  # tests in a browser, too
 LIMIT = 300.0
 
 
-def look(points: list[dict[str, Any]], wanted: set[int], copy: Path) -> None:
+def look(points: list[dict[str, Any]], wanted: set[int], again: bool, copy: Path) -> None:
     log = copy / "build/mutant.log"
     log.parent.mkdir(exist_ok=True)
     failed: set[str] = set()
     for one in points:
-        if one["point"] not in wanted:
+        if one["point"] not in wanted or ("failed" in one and not again):
             continue
         target = copy / one["file"]
         text = target.read_text()
@@ -62,6 +63,7 @@ def rows(points: list[dict[str, Any]]) -> Iterable[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("points", nargs="*", type=int)
+    parser.add_argument("--again", action="store_true")
     parser.add_argument("--table", action="store_true")
     words = parser.parse_args()
     points: list[dict[str, Any]] = json.loads(POINTS.read_text())
@@ -69,7 +71,7 @@ def main() -> None:
         print("\n".join(rows(points)))
         return
     with project() as copy:
-        look(points, set(words.points) or {one["point"] for one in points}, copy)
+        look(points, set(words.points) or {one["point"] for one in points}, words.again, copy)
 
 
 if __name__ == "__main__":

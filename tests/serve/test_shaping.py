@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from earnest.models import SampleSpec
+from earnest.serve.decode import DecodedToken, PendingRequest, Request, Shaping, _Row
 from tests.serve.conftest import Live
 
 SCHEMA = {
@@ -57,6 +59,13 @@ def test_log_probs_of_the_processed_distribution(live: Live, rules: dict[str, An
         assert len(top) == min(20, int(keep.sum()))
         assert math.fsum(math.exp(t["logprob"]) for t in top) <= 1 + 1e-4
     assert kept.sampling["min_p"] == rules.get("min_p", 0.0)
+
+
+def test_penalties_by_hand() -> None:
+    """z ← z - frequency · c - presence · [c > 0], with the tokens 2, 0, 2, 2 so far."""
+    request = Request((1,), SampleSpec(), shaping=Shaping(presence=0.5, frequency=0.25))
+    row = _Row(PendingRequest(request), 0, [], [DecodedToken(token, -1.0) for token in (2, 0, 2, 2)])
+    torch.testing.assert_close(row.shaped(torch.zeros(4)), torch.tensor([-0.75, 0.0, -1.25, 0.0]))
 
 
 def test_a_penalty_ends_a_repetition(live: Live) -> None:

@@ -82,9 +82,13 @@ def _listener(settings: ServeSettings) -> socket.socket:
     try:
         family, _, _, _, address = socket.getaddrinfo(settings.host, settings.port, type=socket.SOCK_STREAM)[0]
         found = socket.socket(family)
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        found.bind(address)
-        found.listen(2048)
+        try:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen(2048)
+        except OSError:
+            found.close()
+            raise
     except OSError as error:
         raise ConfigError(
             f"--host {settings.host} --port {settings.port}: cannot listen there ({error.strerror}); choose another "
