@@ -254,6 +254,7 @@ def test_a_message_that_is_too_long_stays_in_the_box(browser: Browser, live: Liv
         page.click("#send")
         expect(page.locator("#refusal")).to_contain_text("Shorten the prompt")
         assert len(page.input_value("#words")) > 4000 and page.locator(".turn").count() == 0
+        assert page.locator(".bar nav a").count() == 6
         for link in page.locator(".bar nav a").all():
             place = link.bounding_box()
             assert place is not None and place["x"] >= 0 and place["x"] + place["width"] <= 390

@@ -128,7 +128,9 @@ def test_streams_of_events_have_a_bound(tmp_path: Path) -> None:
                 assert beyond.status_code == 429
             with reader.stream("GET", "/v1/events") as other:
                 assert other.status_code == 200, "each key has its own bound"
+        limit = time.monotonic() + 30
         while live.state.streams.total():
+            assert time.monotonic() < limit, "streams that ended still count"
             time.sleep(0.01)
         with live.http.stream("GET", "/v1/events") as third:
             assert third.status_code == 200
