@@ -19,6 +19,9 @@ from tests.audit.steps import (
     VOCABULARY,
     WIDTH,
     Tiny,
+    grpo_loss,
+    logprobs,
+    policy_step,
     sft_loss,
     sft_step,
 )
@@ -210,3 +213,15 @@ def test_a_norm_that_is_held_in_place_is_no_write_that_adds_up() -> None:
     step.model.add_module("embed", nn.Embedding(VOCABULARY, WIDTH, max_norm=3.0))
     step.optimizer = None
     assert outcome(step, liveness.LAW, "the weights, after one call of the loss") == "holds"
+
+
+def test_a_step_without_a_gradient_fails_by_this_law_alone() -> None:
+    """Old log-probs of this forward pass, with their graph: the ratio is 1 and its gradient is 0."""
+
+    def live(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Any:
+        return grpo_loss(model, {**batch, "old": logprobs(model, batch)}, 0.0, clip)
+
+    verdict = audit(policy_step(live))
+    assert {f.law for f in verdict.failures} == {"GL"} and verdict.failures[0].subject == "the step"
+    others = {f.measured for f in verdict.findings if f.law != "GL"}
+    assert others == {"not checked", "not checked: the gradient is 0, see GL"}
