@@ -88,11 +88,7 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
             with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
                 found[one] = _alone(probe, spot)
     missing, dropped = [one for one, matters in found.items() if not matters], step.drops_tokens
-    if (
-        len(missing) == len(found)
-        and int(doubtful.sum()) == count
-        and (step.rows_interact or dropped or probe.gradient().norm() == 0)
-    ):
+    if len(missing) == len(found) and torch.equal(doubtful, flat) and (step.rows_interact or dropped):
         return LAW.not_applicable(POSITIONS, f"no single token alone has a gradient{aside}")
     return LAW.finding(
         POSITIONS, f"{len(found)} of {count} positions tried, {len(found) - len(missing)} matter{aside}",

@@ -83,13 +83,12 @@ def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
     except Exception:
         return  # the step refuses such weights: it is no mixture's share
     low, middle, high = values
-    size = max(map(abs, values))
-    ends = [end / max(abs(middle), 1e-300) for end in (low, high)]
+    negative = min(values) < -1e-3 * max(map(abs, values))
+    turned = all(TURNED[0] < end / max(abs(middle), 1e-300) < TURNED[1] for end in (low, high))
     yield LAW.finding(
         f"a mixture's weight {knob}",
         f"{low:.2g}, {middle:.2g} and {high:.2g} near 0, at ½ and near 1, for a teacher far away",
-        "never below 0, and not larger near both ends",
-        min(values) >= -1e-3 * size and not all(TURNED[0] < end < TURNED[1] for end in ends),
+        "never below 0, and not larger near both ends", not negative and not turned,
         "A generalised Jensen–Shannon divergence is never negative, is largest at ½ and fades towards both ends of its "
         "weight. This one is not: the mixture's weights are swapped against the outer ones, or one of its halves has "
         "a wrong sign or another normaliser.",
