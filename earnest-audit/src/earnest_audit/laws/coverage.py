@@ -79,6 +79,8 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
     shown = _by_slope(probe, flat)
     if shown is None and "labels" not in step.roles and step.kind != "sft":
         return LAW.not_declared(POSITIONS, "labels, or a signal with one value per token")
+    if shown is not None and "rewards" in step.roles:  # the advantage that the step makes for a row may be 0
+        flat = flat & shown.any(-1, keepdim=True)
     doubtful = flat if shown is None else flat & ~shown
     if not bool(doubtful.any()):
         return LAW.finding(POSITIONS, f"all {count} matter{aside}", "all", True)

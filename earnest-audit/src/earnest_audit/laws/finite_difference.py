@@ -61,35 +61,48 @@ def check(probe: Probe) -> Rows:
             step.name, "value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
             "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight),",
         ))  # fmt: skip
-    exact = _exact(probe)
-    if exact is None and probe.coarse:
-        raise Ends(LAW.not_declared(step.name, "a copy of the model in fp32: in 16 bits a short step is rounded away,"))
-    measured = exact or probe
-    with measured.perturbed():
+    with probe.perturbed():
+        exact = _exact(probe)
+        if exact is None and probe.coarse:
+            what = "a copy of the model in fp32: in 16 bits a short step is rounded away,"
+            raise Ends(LAW.not_declared(step.name, what))
+        measured, before = exact or probe, 0.0 if exact is None else probe.cost
         batch = measured.off_policy()
         yield _judged(ALONG, slopes(measured, batch, measured.gradient(batch)))
         for metric, knob in step.weights.items():
+            probe.cost = before + measured.cost
             subject = f"term {metric} along its own gradient"
             try:
-                found = _term(measured, batch, knob) if probe.afford(measured.cost + 2, keep=2) else None
+                found = _term(measured, batch, knob) if probe.afford(2, keep=2) else None
             except Exception:
                 continue  # the step refuses such a weight, as it may
             yield LAW.not_applicable(subject, SPENT) if found is None else _judged(subject, found)
-    probe.cost += 0.0 if exact is None else exact.cost
+        probe.cost = before + measured.cost
     if not probe.coarse:
         yield from _with_dropout(probe)
 
 
+def float64_copy(probe: Probe) -> Probe:
+    """The same step on a float64 copy of its model as it is now, with the off-policy batch; made once in this state."""
+
+    def make() -> dict[str, Any]:
+        twin = probe.twin(torch.float64)
+        twin.kept_batch("off-policy", lambda: edits.lifted(probe.off_policy(), torch.float64))
+        return {"twin": twin}
+
+    found: Probe = probe.kept_batch("a float64 copy", make)["twin"]
+    return found
+
+
 def _exact(probe: Probe) -> Probe | None:
-    """The same step on a float64 copy of its model; None where that cannot be run, where the loss does not use the
-    model that it is given, or casts to 16 bits itself."""
+    """The float64 copy; None where it cannot be run, where the loss does not use the model that it is given, or casts
+    to 16 bits itself."""
     fine = all(p.dtype.itemsize >= 4 for p in probe.step.model.parameters())
     if probe.step.precision is not None or (fine and probe.coarse):
         return None
     try:
-        twin = probe.twin(torch.float64)
-        with twin.perturbed():
-            reached = twin.gradient(twin.off_policy()).norm() > 0
+        twin = float64_copy(probe)
+        reached = twin.gradient(twin.off_policy()).norm() > 0
         return twin if reached and (fine or not twin.coarse) else None
     except Exception:
         return None

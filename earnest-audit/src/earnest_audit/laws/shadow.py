@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.laws.finite_difference import float64_copy
 from earnest_audit.probe import Probe
 from earnest_audit.restore import put_back
 from earnest_audit.verdict import Finding
@@ -109,15 +110,16 @@ def _far_margins(probe: Probe) -> Finding:
 def _compare(probe: Probe, what: str, batch: edits.Batch, sharpen: float = 1.0) -> Finding:
     units, own = _units(probe.step.model), 0.0
     with probe.perturbed(), _scaled(_head(probe.step.model), sharpen):
+        usual = batch is probe.off_policy()
         mine = probe.gradient(batch if sharpen == 1.0 else dict(batch))
-        lifted = edits.lifted(batch, torch.float64)
         with probe.may_refuse(what, "a float64 copy cannot be run"):
-            shadow = probe.twin(torch.float64)
+            shadow = float64_copy(probe) if usual else probe.twin(torch.float64)
+            lifted, spent = shadow.off_policy() if usual else edits.lifted(batch, torch.float64), shadow.cost
             theirs = shadow.gradient(lifted)
     change, room, why = mine.distance(theirs), min(0.5, units * probe.floor()), ""
     if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
         own = theirs.distance(_nudged(probe, shadow, lifted))
-    probe.cost += shadow.cost
+    probe.cost += shadow.cost - spent
     if theirs.norm() == 0 and mine.norm() > 0:
         why = "the loss does not use the model that it is given"
     elif not theirs.finite():
@@ -169,4 +171,4 @@ def _scaled(tensor: Tensor | None, factor: float) -> Iterator[None]:
         yield
 
 
-LAW = Law("F64", "float64 shadow", __doc__, check, quick=False, spare=2)
+LAW = Law("F64", "float64 shadow", __doc__, check, quick=False, spare=1)
