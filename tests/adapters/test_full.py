@@ -155,6 +155,24 @@ def test_a_changed_folder_and_another_base_are_refused(tmp_path: Path) -> None:
         load_adapter(policy(), tmp_path)
 
 
+def test_a_save_that_fails_leaves_no_description_of_the_files_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would name files that are half replaced."""
+
+    def full_disk(*_: object) -> None:
+        raise OSError("no space")
+
+    adapter = attach(policy(), Full())
+    perturb(adapter)
+    adapter.save(tmp_path)
+    assert (tmp_path / "earnest_adapter.json").exists()
+    monkeypatch.setattr("earnest.adapters.files.write_merged", full_disk)
+    with pytest.raises(OSError, match="no space"):
+        adapter.save(tmp_path)
+    assert not (tmp_path / "earnest_adapter.json").exists()
+
+
 def test_a_checkpoint_resumes_bit_for_bit(tmp_path: Path) -> None:
     first = engine_on(policy())
     first.step(DEMONSTRATIONS, SFT())
