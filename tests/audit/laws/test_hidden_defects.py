@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit
 from earnest_audit.law import Law
-from earnest_audit.laws import finite_difference, masks, shadow, splits
+from earnest_audit.laws import finite_difference, masks, metrics, shadow, splits
 from tests.audit.steps import dpo_step, grpo_loss, logprobs, policy_step, sft_step
 
 
@@ -25,13 +25,13 @@ def held(step: Step, law: Law) -> set[str]:
     return {f.subject for f in audit(step, laws=[law]).findings if f.outcome == "holds"}
 
 
-def penalised(kl_of: Callable[[Tensor, Mapping[str, Any]], Tensor]) -> Step:
+def penalised(kl_of: Callable[[Tensor, Mapping[str, Any]], Tensor], logged: float = 1.0) -> Step:
     """GRPO whose penalty weighs a thousandth, in a form of its own."""
 
     def loss(model: Any, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
         policy, found = grpo_loss(model, batch, 0.0, clip)
         value = (kl_of(logprobs(model, batch), batch) * batch["mask"]).sum() / batch["mask"].sum()
-        return policy + beta * value, {"kl": value, "policy": policy, "clip_fraction": found["clip_fraction"]}
+        return policy + beta * value, {"kl": logged * value, "policy": policy, "clip_fraction": found["clip_fraction"]}
 
     step = policy_step(loss)
     step.knobs = {**step.knobs, "beta": 1e-3}
@@ -141,3 +141,37 @@ def test_a_declared_reduction_is_checked(reduction: str) -> None:
     assert failed(sft_step(loss, reduction=other), splits.LAW) == {"every row twice"}
     with pytest.raises(StepError, match="unknown reduction 'average'"):
         sft_step(loss, reduction="average")
+
+
+def test_a_term_of_small_weight_is_added_up_by_itself() -> None:
+    def whole(logged: float) -> Step:
+        step = penalised(k3, logged)
+        step.fixed = ("policy",)
+        return step
+
+    subject = "term kl by itself"
+    assert subject in held(whole(1.0), metrics.LAW)
+    assert failed(whole(2.0), metrics.LAW) == {subject}
+
+
+def logging(**values: Callable[[Mapping[str, Tensor]], Any]) -> Step:
+    def loss(model: Any, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Any]]:
+        value, found = grpo_loss(model, batch, beta, clip)
+        return value, {"kl": found["kl"], **{name: make(found) for name, make in values.items()}}
+
+    step = policy_step(loss)
+    step.metrics = {"kl": (0.0, None)}
+    return step
+
+
+def test_usual_names_of_metrics_have_a_range_and_move() -> None:
+    fraction: Callable[[Mapping[str, Tensor]], Any] = lambda found: found["clip_fraction"]  # noqa: E731
+    good = logging(clip_fraction=fraction, truncation_rate=lambda _: 0.25, learning_rate=lambda _: 3.0,
+                   ratio=lambda _: 1.0)  # fmt: skip
+    assert not {s for s in failed(good, metrics.LAW) if "unchanged" not in s and "recomputed" not in s}
+    assert "metric clip_fraction" in failed(logging(clip_fraction=lambda _: 0.0), metrics.LAW)
+    assert "metric win_rate" in failed(logging(win_rate=lambda found: 5 * found["clip_fraction"] + 2), metrics.LAW)
+    assert "metric prob_ratio" in failed(logging(prob_ratio=lambda found: -found["kl"] - 1), metrics.LAW)
+    constant = logging(clip_fraction=lambda _: 0.0)
+    constant.still = frozenset({"clip_fraction"})
+    assert "metric clip_fraction" not in failed(constant, metrics.LAW)

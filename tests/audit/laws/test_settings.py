@@ -16,6 +16,7 @@ from earnest_audit.laws import (
     knobs,
 )
 from earnest_audit.verdict import Finding
+from tests.audit.laws.test_divergences import both, jsd, step_of
 from tests.audit.laws.test_pairs import pair_step
 from tests.audit.steps import (
     dpo_step,
@@ -138,3 +139,20 @@ def test_a_clip_without_a_behaviour_policy_must_be_declared() -> None:
 
     step = pair_step(on_policy, knobs={"clip": 0.2})
     assert rows(audit(step, laws=[knobs.LAW]).findings)["setting clip"] == "not declared"
+
+
+def test_an_end_that_is_clamped_trains_nothing() -> None:
+    """verl-recipe #151: β is held inside (1e-6, 1 - 1e-6), so that β = 1 has next to no gradient."""
+
+    def clamped(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
+        return jsd(model, batch, min(max(beta, 1e-6), 1 - 1e-6))
+
+    def ends(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
+        student, teacher = both(model, batch)
+        if beta >= 1:
+            return mean((student.exp() * (student - teacher)).sum(-1), batch)
+        return jsd(model, batch, beta)
+
+    for loss, seen in ((clamped, True), (ends, False)):
+        found = rows(audit(step_of(loss, knobs={"beta": 1.0}), laws=[knobs.LAW]).findings)
+        assert (found.get("setting beta, its present value") == "fails") == seen and found["setting beta"] == "holds"

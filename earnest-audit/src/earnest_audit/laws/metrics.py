@@ -5,9 +5,11 @@ L = Σ weight·term + Σ fixed terms
 
 Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
 every term: the setting that weighs it, or 1.0
-How: Metrics on the batch, in distant states, and with behaviour = current policy.
-Exceptions: Counts and settings are constant by nature; only declared metrics must vary, unless Metric(moves=False)
-declares otherwise. A metric with another normaliser than its term does not add up; then declare no weight of 1.0.
+How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
+and accuracies have a range by their names. Then each term by itself: what a thousand times its weight adds to the loss.
+Exceptions: Counts and settings are constant by nature; only declared metrics, clipped shares and accuracies of pairs
+must vary, unless Metric(moves=False) declares otherwise. A metric with another normaliser than its term does not add
+up; then declare no weight of 1.0.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always
 0, mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
@@ -15,20 +17,28 @@ Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that 
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Iterable
 
 import torch
 
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.laws.clipping import clip_range
 from earnest_audit.laws.ratio import on_policy
-from earnest_audit.limits import ROUNDED
+from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.step import Raises
+from earnest_audit.verdict import Finding
 
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
 # are one.
 UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
              "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
+SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies", "rate"}  # between 0 and 1, declared or not
+NOT_SHARES = {"learning", "lr", "decay", "growth", "sampling", "token", "tokens", "step"}  # such rates may be anything
+RATIOS = {"ratio", "prob", "probability", "importance", "likelihood", "policy", "clip"}  # of these, never below 0
+PAIRED = {"rewards", "reward", "pair", "pairs", "preference", "accuracy", "accuracies", "train"}
 
 
 def check(probe: Probe) -> Rows:
@@ -59,13 +69,13 @@ def check(probe: Probe) -> Rows:
 def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
     """Metrics near and far away, and of the opposite policy (what a threshold metric needs to move): each stays in its
     range, and declared ones vary."""
-    step, states = probe.step, [found]
+    step, states, named = probe.step, [found], _named(probe, found)
     for size in (0.05, 1.0):
         with probe.perturbed(size):
             states.append(dict(probe.look(probe.off_policy()).metrics))
     with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
         states.append(dict(probe.look(probe.off_policy()).metrics))
-    for name, (low, high) in step.metrics.items():
+    for name, (low, high) in {**named, **step.metrics}.items():
         seen = [s[name] for s in states if name in s]
         room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
         inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
@@ -74,7 +84,8 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
             f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
             "denominator).",
         )  # fmt: skip
-    for name in dict.fromkeys([*step.terms, *(m for m in step.metrics if m not in step.still)]):
+    moving = [m for m in (*step.metrics, *_must_move(probe, named)) if m not in step.still]
+    for name in dict.fromkeys([*step.terms, *moving]):
         seen = [s[name] for s in states if name in s]
         for size in (0.3, 3.0, 10.0):
             if len(set(seen)) == 1:
@@ -87,8 +98,38 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
         )  # fmt: skip
 
 
+def _words(name: str) -> list[str]:
+    return [w for w in re.split(r"[^a-z]+", name.lower()) if w and w not in ("mean", "avg", "min", "max")]
+
+
+def _named(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
+    """Undeclared metrics whose names make them shares (0 to 1), or ratios (0 or above), and their ranges."""
+    ranges: dict[str, tuple[float | None, float | None]] = {}
+    for name in found.keys() - probe.step.metrics.keys():
+        words = _words(name)
+        if set(words) & (SHARES - {"rate"}) or (words[-1:] == ["rate"] and not NOT_SHARES & set(words)):
+            ranges[name] = (0.0, 1.0)
+        elif words[-1:] == ["ratio"] and set(words) <= RATIOS:
+            ranges[name] = (0.0, 1.0 if "clip" in words else None)
+    return dict(sorted(ranges.items()))
+
+
+def _must_move(probe: Probe, named: Iterable[str]) -> list[str]:
+    """The clipped share where there is a clip, and the accuracy of pairs: they vary over far-off states."""
+    step, (low, _) = probe.step, clip_range(probe)
+    clipped = low is not None and step.ratio_role in step.roles
+    return [
+        name
+        for name in named
+        if (
+            step.kind == "preference" and set(_words(name)) & {"accuracy", "accuracies"} and set(_words(name)) <= PAIRED
+        )
+        or (clipped and (short := name.lower().rsplit("/", 1)[-1]).startswith("clip") and short in UNCHANGED)
+    ]
+
+
 def _sums(probe: Probe) -> Rows:
-    """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared."""
+    """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
     step, reading, subject = probe.step, probe.read(), "the sum of the terms"
     weights = dict.fromkeys(step.fixed, 1.0)
     for metric, term in step.terms.items():
@@ -102,6 +143,25 @@ def _sums(probe: Probe) -> Rows:
         abs(total - reading.loss) <= room,
         "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
         "is in the loss.",
+    )  # fmt: skip
+    for metric, knob in step.weights.items():
+        try:
+            yield _added(probe, metric, knob, reading.metrics[metric])
+        except Exception:
+            continue  # the step refuses such a weight, as it may
+
+
+def _added(probe: Probe, metric: str, knob: str, value: float) -> Finding:
+    """What the term adds to the loss, per unit of its weight: in the whole sum a small weight would hide it."""
+    weight = STRONG * (float(probe.step.knobs[knob]) or 1.0)
+    there, without = probe.look(None, {knob: weight}).loss, probe.look(None, {knob: 0.0}).loss
+    own = (there - without) / weight * (-1 if isinstance(probe.step.terms[metric], Raises) else 1)
+    grain = 16 * probe.coarsest * max(abs(there), abs(without)) / abs(weight)
+    room = max(ROUNDED, probe.coarsest) * max(abs(own), abs(value)) + grain
+    return LAW.finding(
+        f"term {metric} by itself", f"it adds {own:.4g} per unit of {knob}, the metric is {value:.4g}",
+        f"equal, up to {room:.1g}", abs(own - value) <= room,
+        f"What {knob} weighs is not what is logged as {metric}: another sign, mask or normaliser, or another term.",
     )  # fmt: skip
 
 
