@@ -287,7 +287,7 @@ def test_a_disk_that_fills_up_at_a_checkpoint_ends_in_a_sentence(tiny: Path, tmp
 
     words = ["run", str(recipe(tmp_path / "r.yaml", tiny)), "adapter.rank=16", f"out={tmp_path / 'run'}"]
     done = subprocess.run(
-        [sys.executable, "-c", FULL.format(limit=16_000), *words],
+        [sys.executable, "-B", "-c", FULL.format(limit=16_000), *words],  # -B: compiled modules would be cut off, too
         capture_output=True,
         text=True,
         timeout=300,
