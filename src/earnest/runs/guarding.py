@@ -19,7 +19,7 @@ def guard_of(config: RunConfig, policy: Policy, adapter: Adapter, objective: Obj
     if wanted is None:
         return None
     kind = Route if wanted.kind == "route" else Erase
-    settings: dict[str, Any] = wanted.model_dump(include={"gate", "overshoot", "preserve", "at"})
+    settings: dict[str, Any] = {name: getattr(wanted, name) for name in ("gate", "overshoot", "preserve", "at")}
     if wanted.directions is not None:
         return kind(Directions.load(wanted.directions), **settings)
     assert wanted.triples is not None
