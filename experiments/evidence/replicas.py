@@ -27,7 +27,7 @@ from earnest.diloco.ledger import Ledger
 from earnest.diloco.outer import ReplicaOuter, SyncSchedule
 from earnest.diloco.protocol import Rules
 from earnest.diloco.wire import Wire
-from earnest.engines.base import LogProbsWanted
+from earnest.engines import LogProbsWanted
 from earnest.rollouts import demonstrate
 from earnest.seeds import derive
 from earnest.signals import Batch
