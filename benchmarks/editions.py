@@ -1,6 +1,6 @@
 """This tree beside an earlier commit on the same benchmarks, by turns: did a change of the code's structure cost speed?
 
-    python benchmarks/editions.py [--commit 83a89f9] [--rounds 5] [--seeds 5] [--only import grpo]
+    python benchmarks/editions.py [--commit 83a89f9] [--rounds 3] [--seeds 5] [--only import grpo]
     python benchmarks/editions.py --table
 
 The commit (the end of the first edition) is checked out in a temporary worktree. Each round runs every benchmark once
@@ -150,7 +150,7 @@ def _spread(values: list[float]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--commit", default=FIRST)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=5, help="of the quickstart; 0: none")
     parser.add_argument("--only", nargs="*", choices=tuple(BENCHMARKS), default=list(BENCHMARKS))
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results/editions.json")
