@@ -153,7 +153,7 @@ def take_rows(step: Step, index: Tensor) -> Batch:
 
 
 def rows_of(batch: Mapping[str, Any], rows: int, index: Tensor) -> Batch:
-    """These rows of everything that has so many: tensors, arrays, lists and tuples, at any depth; the rest stays."""
+    """These rows of every tensor, array, list and tuple with one entry per row, at any depth; the rest stays."""
     places = index.tolist()
 
     def take(value: Any) -> Any:
@@ -214,7 +214,7 @@ def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] |
 
 
 def _mask_like(step: Step, key: str, value: Tensor) -> bool:
-    """Zeros and ones without a role: a mask that nobody declared."""
+    """Zeros and ones without a role: a mask that is not declared."""
     return key not in step.roles.values() and bool(((value == 0) | (value == 1)).all())
 
 

@@ -153,7 +153,7 @@ class Mode:
             f"off in the last {self.off.row} updates, on in {self.off.good} before: {what}" if self.off.good
             else f"off in all {self.off.row} updates: {what}",
             "on", "fails" if lost else "not declared",
-            "The model was in training mode and is so no longer: an evaluation called model.eval() and nobody called "
+            "The model was in training mode and is not any more: an evaluation called model.eval(), without "
             "model.train() after it. Where that is meant: watch(…, may_eval=True)." if lost
             else "Whether that is meant only you know: batch norms are frozen so, and from_pretrained hands models "
             "over so.",

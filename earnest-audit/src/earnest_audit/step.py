@@ -200,7 +200,7 @@ class Step:
             raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
 
     def _names(self) -> Iterator[tuple[str, str, Collection[str]]]:
-        """Every name that a declaration uses, after the sentence that is said where it is none of the known ones."""
+        """Every name that a declaration uses, after the error for a name that is not known."""
         for role, key in self.roles.items():
             yield "unknown role {}", role, ROLES
             yield f"role {role!r} names {{}}, which the batch does not have", key, self.batch

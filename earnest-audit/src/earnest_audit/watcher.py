@@ -69,7 +69,7 @@ class _Parameter:
 
     idle: Streak = field(default_factory=Streak)  # looks without a gradient, or with one that is all 0
     stuck: Streak = field(default_factory=Streak)  # updates with a gradient and a learning rate that moved no bit
-    stray: Streak = field(default_factory=Streak)  # looks with a gradient, and moved by nobody since the last
+    stray: Streak = field(default_factory=Streak)  # looks with a gradient, and no change since the last one
     before: Tensor | None = None
     last: Tensor | None = None
 
@@ -357,8 +357,8 @@ class Watch:
         return judged(
             "GL", "the optimizer's parameters", f"{len(strays)} trainable ones are not there, and stay constant", "0",
             not strays,
-            f"{some(strays)} get a gradient and nobody moves them: they were unfrozen, or put in another's place, "
-            "after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as a "
+            f"{some(strays)} get a gradient and no optimizer moves them: they were unfrozen, or put in another's place,"
+            " after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as a "
             "list.",
         )  # fmt: skip
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 FEW = 64
-"""Bytes of a large tensor for a key that is asked for at every token: a write of all elements is seen, a write of a few
+"""Bytes of a large tensor for a key that is computed at every token: a write of all elements is seen, a write of a few
 elements may not be."""
 
 

@@ -69,7 +69,7 @@ class TurnSampler:
 
     async def serve(self) -> None:
         """Complete rows until cancelled."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: both samplers of turns define it
 
 
 class SlotTurns(TurnSampler):

@@ -223,6 +223,6 @@ async def keep_rest(work: CompletionWork, submitted: Sequence[PendingRequest], s
         # A failed request keeps its place, so that each answer stays with its own prompt.
         await keep(work, [[] if isinstance(o, BaseException) else o for o in outcomes])
     except Exception as error:
-        error_response(error)  # logs it: nobody waits for this answer
+        error_response(error)  # logs it: no request waits for this answer
     finally:
         stack.close()

@@ -123,6 +123,12 @@ def parts(module: Any) -> tuple[Any, dict[str, Any]]:
     return batch.pop("model"), batch
 
 
+def step_of(module: Any, fn: Callable[..., Any], **declared: Any) -> Step:
+    """A loss of a case on the model and the batch of its module."""
+    model, batch = parts(module)
+    return Step(model=model, loss=fn, batch=batch, **declared)
+
+
 def logps(logits: Tensor, ids: Tensor) -> Tensor:
     """log π of the next tokens, [rows, time - 1]."""
     return logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]

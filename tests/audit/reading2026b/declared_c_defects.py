@@ -21,7 +21,7 @@ from earnest_audit import (
     Setting,
     Step,
 )
-from tests.audit.reading2026.base import Thing, documents, padded, parts, twinned
+from tests.audit.reading2026.base import Thing, documents, padded, parts, step_of, twinned
 from tests.audit.reading2026b.reading import (
     accumulation,
     declare,
@@ -152,11 +152,9 @@ def packed_trajectories(m: Any, fn: Fn) -> Thing:
 
 @declare("c/d07")
 def context_shards(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "labels": "labels"},
         settings={"cp": Setting(4, "inert")},
         reduction="mean",
@@ -333,11 +331,9 @@ def preference(m: Any, fn: Fn) -> Thing:
 
 @declare("c/d20")
 def on_policy_distillation(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "loss_mask", "teacher": "teacher_logits"},
         settings={"beta": Setting(1.0, "mixture")},
         student=lambda model, batch: model(batch["ids"]),

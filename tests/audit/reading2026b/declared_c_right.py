@@ -22,7 +22,7 @@ from earnest_audit import (
     Setting,
     Step,
 )
-from tests.audit.reading2026.base import Thing, parts, plain_logps, twinned
+from tests.audit.reading2026.base import Thing, parts, plain_logps, step_of, twinned
 from tests.audit.reading2026b.reading import (
     accumulation,
     declare,
@@ -35,11 +35,9 @@ Fn = Callable[..., Any]
 
 @declare("c/r01")
 def constant_budget(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "action_mask", "advantages": "advantages"},
         settings={"max_tokens": Setting(64)},
         logprobs=plain_logps,
@@ -79,11 +77,9 @@ def turn_level_returns(m: Any, fn: Fn) -> Thing:
 
 @declare("c/r04")
 def positions_are_not_reset(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "documents": "doc"},
         family="sft",
         all_supervised=True,
@@ -93,11 +89,9 @@ def positions_are_not_reset(m: Any, fn: Fn) -> Thing:
 
 @declare("c/r05")
 def shared_prompt(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "reference": "ref_logps"},
         settings={"beta": Setting(0.1)},
         family="preference",
@@ -128,11 +122,9 @@ def sum_times_world(m: Any, fn: Fn) -> Thing:
 
 @declare("c/r08")
 def zigzag(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "loss_mask"},
         settings={"ranks": Setting(2, "inert")},
         family="sft",
@@ -262,11 +254,9 @@ def pooled_deviation(m: Any, fn: Fn) -> Thing:
 
 @declare("c/r18")
 def ratio_of_one(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "loss_mask", "advantages": "advantages", "reference": "ref_logps"},
         settings={"clip": Setting(0.2, "inert"), "kl": Setting(0.05, "weight")},
         logprobs=lambda model, batch: from_second(plain_logps(model, batch)),
@@ -295,11 +285,9 @@ def top_entries_of_the_teacher(m: Any, fn: Fn) -> Thing:
 
 @declare("c/r20")
 def injected_gradient(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "loss_mask"},
         settings={"balance": Setting(0.02, "weight"), "z": Setting(0.001, "weight")},
         metrics={"aux": Metric(low=0.0)},

@@ -22,7 +22,7 @@ from earnest_audit import (
     Step,
     Update,
 )
-from tests.audit.reading2026.base import Thing, documents, parts, plain_logps, twinned, whole
+from tests.audit.reading2026.base import Thing, documents, parts, plain_logps, step_of, twinned, whole
 from tests.audit.reading2026b.reading import (
     accumulation,
     declare,
@@ -105,11 +105,9 @@ def padding_free_pairs(m: Any, fn: Fn) -> Thing:
 
 @declare("d/d06")
 def balance_of_each_depth(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "documents": "documents"},
         settings={
             "mtp_weight": Setting(0.3, "weight"),
@@ -144,11 +142,9 @@ def norm_of_all_experts(m: Any, fn: Fn) -> Thing:
 
 @declare("d/d08")
 def vocabulary_parallel(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids"},
         settings={"tp": Setting(2, "inert")},
         family="sft",
@@ -347,11 +343,9 @@ def positive_examples(m: Any, fn: Fn) -> Thing:
 
 @declare("d/d19")
 def pairs_that_differ(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"chosen": "chosen", "rejected": "rejected"},
         reduction="mean",
         drops_tokens=True,

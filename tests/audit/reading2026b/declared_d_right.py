@@ -16,7 +16,7 @@ from earnest_audit import (
     Setting,
     Step,
 )
-from tests.audit.reading2026.base import Thing, padded, parts, plain_logps, spread_over, twinned, whole
+from tests.audit.reading2026.base import Thing, padded, parts, plain_logps, spread_over, step_of, twinned, whole
 from tests.audit.reading2026b.reading import (
     accumulation,
     declare,
@@ -79,11 +79,9 @@ def shared_prefix(m: Any, fn: Fn) -> Thing:
 
 @declare("d/r05")
 def joined_stream(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids"},
         family="sft",
         all_supervised=True,
@@ -93,11 +91,9 @@ def joined_stream(m: Any, fn: Fn) -> Thing:
 
 @declare("d/r06")
 def mean_over_documents(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "documents": "documents"},
         family="sft",
         all_supervised=True,
@@ -107,11 +103,9 @@ def mean_over_documents(m: Any, fn: Fn) -> Thing:
 
 @declare("d/r07")
 def zigzag(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "loss_mask"},
         settings={"ranks": Setting(2, "inert")},
         family="sft",
@@ -222,11 +216,9 @@ def effective_sample_size(m: Any, fn: Fn) -> Thing:
 
 @declare("d/r18")
 def value_of_zero(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "loss_mask", "advantages": "advantages"},
         logprobs=plain_logps,
         reduction="mean",
@@ -255,11 +247,9 @@ def robust_preference(m: Any, fn: Fn) -> Thing:
 
 @declare("d/r20")
 def histogram_of_values(m: Any, fn: Fn) -> Thing:
-    model, batch = parts(m)
-    return Step(
-        model=model,
-        loss=fn,
-        batch=batch,
+    return step_of(
+        m,
+        fn,
         roles={"ids": "ids", "mask": "loss_mask", "returns": "returns"},
         settings={"sigma": Setting(0.075)},
         reduction="mean",

@@ -394,7 +394,7 @@ def test_an_evaluation_that_is_never_undone_is_seen(at: int) -> None:
         found = row(moded(model, lambda n: model.eval() if n == at else None), "training mode")
     assert len(said) == 1, "at the end of the loop: before, it may still be undone"
     assert found.outcome == "fails" and found.measured.startswith(f"off in the last {12 - at} updates, on in {at} ")
-    with pytest.raises(WatchWarning, match=r"nobody called model\.train"):
+    with pytest.raises(WatchWarning, match=r"without model\.train"):
         moded(model.train(), lambda n: model.eval() if n == at else None, MANY + at + 1)
 
 

@@ -29,7 +29,8 @@ class Subject(Reporter):
         cls.law = Law(cls.code, f"{name} ({cls.__name__})", page, cls.check)
 
     def check(self) -> Iterator[Finding]:
-        raise NotImplementedError
+        """The rows of this subject's law."""
+        raise NotImplementedError  # abstract: every subject defines it
 
     def same(self, subject: str, a: Tensor, b: Tensor, meaning: str, tolerance: float | None = None) -> Finding:
         """Two outputs agree up to the tolerance, relative to the largest; none: rounding in their dtype."""

@@ -160,7 +160,7 @@ class Polled:
 
     def look(self, handle: Any) -> tuple[int, str] | None:
         """(exit code, the end of its log) of a replica that has ended; frees what it held."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: every polled executor defines it
 
     def poll(self) -> list[Exit]:
         ended = []
