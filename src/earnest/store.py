@@ -219,9 +219,6 @@ def _hash(header: Mapping[str, Any], payload: bytes) -> str:
     return total.hexdigest()
 
 
-# --- real stores ------------------------------------------------------------------------------------------------------
-
-
 class ObjectStore:
     """``obstore``: S3 and compatible stores, GCS, Azure, a folder, memory."""
 

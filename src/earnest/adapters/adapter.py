@@ -68,7 +68,6 @@ class Adapter:
         """The slots of ``modules_to_save``: trained whole, besides the adapter."""
         return {path: slot for path, slot in self.slots.items() if slot.variant is not self.variant}
 
-    # -- parameters ----------------------------------------------------------------------------------------------------
     def named_tensors(self) -> dict[str, Tensor]:
         """Every tensor, trainable or frozen: '<module path>.<tensor>' in model order."""
         return {f"{path}.{name}": t for path, slot in self.slots.items() for name, t in slot.tensors.items()}
@@ -118,7 +117,6 @@ class Adapter:
                 if frozen:
                     p.grad = None
 
-    # -- the gate ------------------------------------------------------------------------------------------------------
     @property
     def scale(self) -> float:
         """The gate: at 0 the model is the base, bit for bit; at 1 it has the adapter as trained."""
@@ -147,7 +145,6 @@ class Adapter:
         """Switch the adapter off inside the block: the base, bit for bit."""
         return self.scaled(0.0)
 
-    # -- weight space --------------------------------------------------------------------------------------------------
     @property
     def mergeable(self) -> bool:
         """Whether merge() is possible: every layer has a dense weight of its own, and none is quantised."""
@@ -253,7 +250,6 @@ class Adapter:
             if not isinstance(slot.layer, ModuleLayer):
                 yield path, Delta(slot)
 
-    # -- state ---------------------------------------------------------------------------------------------------------
     def state_dict(self) -> dict[str, Tensor]:
         """Copies of every tensor; a run that loads them resumes bit for bit."""
         return {n: t.detach().clone() for n, t in self.named_tensors().items()}

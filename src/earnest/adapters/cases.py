@@ -30,7 +30,6 @@ def need(ok: bool, message: str) -> None:
         raise Broken(message)
 
 
-# -- models and variants -----------------------------------------------------------------------------------------------
 def tiny_llama() -> nn.Module:
     """Two blocks, grouped-query attention, no biases, tied head."""
     from transformers import LlamaConfig, LlamaForCausalLM

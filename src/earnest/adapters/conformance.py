@@ -41,7 +41,6 @@ def _refuses(message: str, act: Callable[[], object]) -> None:
     raise Broken(message)
 
 
-# -- the checks --------------------------------------------------------------------------------------------------------
 def identity(case: Case) -> None:
     """The outputs at initialization are bit-exactly those of the base."""
     model, _ = case.ready(perturbed=False)
@@ -309,7 +308,6 @@ CHECKS: dict[str, Callable[[Case], None]] = {
 SLOW_CHECKS: dict[str, Callable[[Case], None]] = {"compiling": compiling}  # slow, so on one model in one dtype
 
 
-# -- the table ---------------------------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class ConformanceRow:
     """One variant's line."""

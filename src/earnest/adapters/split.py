@@ -106,8 +106,6 @@ class Split:
         own = F.linear(x, self.part(weight))
         return own if self.cut == "columns" else self.team.sum(own)
 
-    # --- the layer's forward ------------------------------------------------------------------------------------------
-
     def entering(self, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Before the layer and its adapters: the gradient of a whole input is summed over the team."""
         if self.cut == "rows" or self.team.alone:

@@ -140,8 +140,6 @@ class Dataset:
         """A hash of all rows in their order and of the side of each."""
         return self._digest.hexdigest()
 
-    # --- access -------------------------------------------------------------------------------------------------------
-
     def size(self, side: Side) -> int:
         return len(self._sides[side])
 
@@ -155,8 +153,6 @@ class Dataset:
     def rendered(self, example: Example) -> list[Rendered]:
         """The rows of tokens that an example gives, none longer than the limit."""
         return [r for made in self._rendered(example) if (r := self._fit(made)) is not None]
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def _read(self, source: str, side: Side | None, progress: Callable[[int], None] | None) -> None:
         for row in reading.rows(source):

@@ -91,9 +91,6 @@ def renamed(row: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any
     return {theirs.get(key, key): value for key, value in row.items()}
 
 
-# --- the layouts ------------------------------------------------------------------------------------------------------
-
-
 def _preferences(row: Mapping[str, Any]) -> Example:
     chosen, rejected = _answer(row["chosen"], "chosen"), _answer(row["rejected"], "rejected")
     prompt = _prompt(row["prompt"]) if row.get("prompt") is not None else ()
@@ -168,9 +165,6 @@ LAYOUTS = (
     Layout("text", ("text",), _text_only),
     Layout("questions", ("prompt",), _question),
 )
-
-
-# --- parts of a row ---------------------------------------------------------------------------------------------------
 
 
 def _text(value: object, name: str) -> str:

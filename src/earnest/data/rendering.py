@@ -101,9 +101,6 @@ def _rows(
     yield from _by_prefixes(policy, prompt, reply, tools)
 
 
-# --- the template's own mark ------------------------------------------------------------------------------------------
-
-
 def _marked(
     policy: Renderer, prompt: Sequence[Message], reply: Sequence[Message], tools: Sequence[Any]
 ) -> Rendered | None:
@@ -129,9 +126,6 @@ def _marked(
 def _runs(mask: Sequence[bool]) -> list[tuple[int, int]]:
     edges = [i for i in range(len(mask) + 1) if (i < len(mask) and mask[i]) != (i > 0 and mask[i - 1])]
     return list(zip(edges[::2], edges[1::2], strict=True))
-
-
-# --- prefix differences -----------------------------------------------------------------------------------------------
 
 
 def _by_prefixes(
@@ -215,9 +209,6 @@ def _applied(policy: Renderer, messages: Sequence[Message], tools: Sequence[Any]
 
 def _ids(policy: Renderer, text: str) -> list[int]:
     return list(policy.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-
-# --- without a template -----------------------------------------------------------------------------------------------
 
 
 def _without_template(policy: Renderer, prompt: Sequence[Message], reply: Sequence[Message]) -> Rendered:

@@ -132,8 +132,6 @@ class Globals:
             self._digests[index] = self.fragments[index].digest()
         self.round += 1
 
-    # --- as bytes -----------------------------------------------------------------------------------------------------
-
     def tensors(self) -> dict[str, Tensor]:
         return {f"{i}.{name}": t for i, f in enumerate(self.fragments) for name, t in f.tensors().items()}
 
@@ -153,8 +151,6 @@ class Globals:
         from safetensors.torch import load
 
         self.load(load(payload), at)
-
-    # --- from the bucket ----------------------------------------------------------------------------------------------
 
     def recover(self, ledger: Ledger) -> None:
         """Become the newest committed state: the newest readable snapshot, then the commits after it, one by one.

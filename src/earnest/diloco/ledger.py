@@ -51,8 +51,6 @@ class Ledger:
     signatures: Signatures | None = None
     """Signs this replica's deltas and checks everybody's, in a run with ``sync.signers``."""
 
-    # --- the run ------------------------------------------------------------------------------------------------------
-
     def put_config(self, text: str, meta: Mapping[str, Any]) -> bool:
         return self.bucket.create(CONFIG, "config", text.encode(), meta)
 
@@ -71,8 +69,6 @@ class Ledger:
             taken.add(number)
             number += 1
         return number
-
-    # --- a round ------------------------------------------------------------------------------------------------------
 
     def announce(self, k: int, replica: int) -> None:
         self.bucket.create(f"outer/{k:08d}/announced/{replica:05d}", "announced")
@@ -146,8 +142,6 @@ class Ledger:
         while self.commit(k) is not None:
             k += 1
         return k
-
-    # --- states -------------------------------------------------------------------------------------------------------
 
     def states(self) -> list[int]:
         """Rounds at whose start the state was written."""

@@ -59,8 +59,6 @@ class LighthouseOuter(ReplicaProgress):
         for i, copy in enumerate(self.weights.copies):
             copy.copy_(state[str(i)])
 
-    # --- progress -----------------------------------------------------------------------------------------------------
-
     @property
     def round(self) -> int:
         return int(self.manager.current_step())
@@ -81,8 +79,6 @@ class LighthouseOuter(ReplicaProgress):
         self.manager.load_state_dict({"step": held.round, "batches_committed": held.round})
         self._tokens_before = engine.tokens
         return False
-
-    # --- after every update -------------------------------------------------------------------------------------------
 
     def after_update(self, engine: Any) -> Mapping[str, float]:
         if self.over:
@@ -140,8 +136,6 @@ class LighthouseOuter(ReplicaProgress):
 
     def close(self) -> None:
         self.manager.shutdown(wait=False)
-
-    # --- checkpoints: a replica that dies is healed by the others -----------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         raise CheckpointError("replicas on a Lighthouse keep no checkpoint; a running one restores the others.")

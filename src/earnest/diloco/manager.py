@@ -26,7 +26,7 @@ from earnest.diloco.wire import FlatVector, Wire, decode
 @dataclass
 class BucketManager:
     """One replica's part of each round. ``globals`` is the state that the replicas agree on; it has the round's
-    number."""
+    number. torchft calls the public methods up to ``should_commit``."""
 
     ledger: Ledger
     rules: Rules
@@ -56,8 +56,6 @@ class BucketManager:
         self._thread: threading.Thread | None = None
         self._vector: FlatVector | None = None
         self._payload = b""
-
-    # --- what torchft calls -------------------------------------------------------------------------------------------
 
     def register_state_dict_fn(
         self, key: str, load_state_dict: Callable[[Any], None], state_dict: Callable[[], Mapping[str, Any]]
@@ -108,8 +106,6 @@ class BucketManager:
         self.start_quorum()
         self._states.clear()
 
-    # --- the levels ---------------------------------------------------------------------------------------------------
-
     @property
     def member(self) -> int:
         """This replica's number among the members of a commit: its own, or its group's."""
@@ -126,8 +122,6 @@ class BucketManager:
         group = self._result.group if self._result is not None else None
         if group is not None and group.members[0] == self.replica:
             of_group(self.ledger, self.member).clean(before)
-
-    # --- the exchange -------------------------------------------------------------------------------------------------
 
     @property
     def commit(self) -> Commit:

@@ -214,8 +214,6 @@ class ReplicaOuter(ReplicaProgress):
                 fragment._outer_optimizer.load_state_dict(copy_state(held.optimizer))
         self._algorithm.__enter__()
 
-    # --- progress -----------------------------------------------------------------------------------------------------
-
     @property
     def globals(self) -> Globals:
         return self.manager.globals
@@ -228,8 +226,6 @@ class ReplicaOuter(ReplicaProgress):
     @property
     def round(self) -> int:
         return self.globals.round
-
-    # --- joining ------------------------------------------------------------------------------------------------------
 
     def join(self, engine: Any) -> bool:
         """Enter the run. A replica keeps what it has (a checkpoint, or its initialization) if that is the start of the
@@ -262,8 +258,6 @@ class ReplicaOuter(ReplicaProgress):
         self.inner = 0
         self._seen, self._sent = engine.tokens, 0
         self._trained = [0] * self.schedule.fragments
-
-    # --- after every update -------------------------------------------------------------------------------------------
 
     def after_update(self, engine: Any) -> Mapping[str, float]:
         if self.over:
@@ -331,8 +325,6 @@ class ReplicaOuter(ReplicaProgress):
             return 0
         self.ledger.clean(max(older, default=0))
         return len(payload)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """The agreed state and the residuals that are not sent yet; only between rounds."""

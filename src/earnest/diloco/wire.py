@@ -145,9 +145,6 @@ def _unpack(kind: str, parts: Mapping[str, Tensor], n: int) -> FlatVector:
     return vector
 
 
-# --- numbers ----------------------------------------------------------------------------------------------------------
-
-
 def quantize(v: FlatVector, top: int, block: int) -> tuple[Int[Tensor, " n"], Float[Tensor, " b"]]:
     """Levels in −top … top and one scale per block: v ≈ scale · level / top. A block of zeros has scale 0."""
     padded = torch.nn.functional.pad(v, (0, -v.numel() % block)).view(-1, block)

@@ -112,8 +112,6 @@ class ServedTeacher:
         ranked = sorted(every.items(), key=lambda entry: (-entry[1], entry[0]))[:wanted]
         return ranked, every[target]
 
-    # --- the server ---------------------------------------------------------------------------------------------------
-
     def scores(self, tokens: Sequence[int]) -> list[Mapping[str, Any] | None]:
         """The server's log-probs at each of these tokens; the first has none."""
         answer = self._complete({"prompt": list(tokens), "prompt_logprobs": self.top_k})

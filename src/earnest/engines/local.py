@@ -142,8 +142,6 @@ class LocalEngine:
         schedule = self.optimizer_spec.schedule
         self.planned = None if schedule is None else schedule.share(t, total)
 
-    # --- sampling and scoring -----------------------------------------------------------------------------------------
-
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
         from earnest.models.slots import sample
@@ -220,8 +218,6 @@ class LocalEngine:
         if self.mesh.shard > 1:
             free(self.policy.model)
 
-    # --- the seam -----------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
         """The whole batch's scalars, without a graph."""
@@ -287,8 +283,6 @@ class LocalEngine:
         self.objective_state = objective.advance(self.objective_state, done.values)
         return report
 
-    # --- gradients without a trace (for reports and the audit) --------------------------------------------------------
-
     def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
         """The gradient of an objective by every trainable parameter; the engine is unchanged afterwards."""
         return self.trained.whole(self.own_gradients(batch.to(self.policy.device), Objective.of(objective)))
@@ -318,8 +312,6 @@ class LocalEngine:
             norms[weighted.term.label] = self.trained.norm(own)
         total = sum(norms.values())
         return {label: (norm, norm / total if total else 0.0) for label, norm in norms.items()}
-
-    # --- the passes ---------------------------------------------------------------------------------------------------
 
     def _accumulate(self, batch: Batch, objective: Objective) -> Pass:
         idle, needs, counts = objective.prepare(batch, self.objective_state)
@@ -420,8 +412,6 @@ class LocalEngine:
         return {
             n: Field(spectral_norms(self.adapter, self.mesh.rank == 0), None, "subspace iteration") for n in spectral
         }
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path | str) -> Path:
         """Write everything that the next step depends on; the folder is complete or not there. Rank 0 writes it."""

@@ -71,8 +71,6 @@ class Mesh:
         mesh._people = mesh.gathered((socket.gethostname(), os.getpid()))
         return mesh
 
-    # --- exchange -----------------------------------------------------------------------------------------------------
-
     def gathered(self, value: T) -> list[T]:
         """Every rank's value, in the order of the ranks."""
         if self.size == 1:
@@ -133,8 +131,6 @@ class Mesh:
                 "a data file or a device that gives each rank another result is the usual cause."
             )
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
     def deal(self, units: Sequence[Sequence[int]], sizes: Sequence[int]) -> list[int]:
         """This team's rows."""
         return deal(units, sizes, self.teams)[self.team]
@@ -157,8 +153,6 @@ class Mesh:
         with torch.random.fork_rng(devices=range(torch.cuda.device_count())):
             torch.manual_seed(derive(seed, "rank", self.team))
             yield
-
-    # --- ranks that are gone ------------------------------------------------------------------------------------------
 
     @contextmanager
     def explained(self) -> Iterator[None]:

@@ -72,8 +72,6 @@ class Directions:
         )
         return f"{len(self)} directions in {len(self.basis)} modules, from {self.source}{accuracy}"
 
-    # --- comparing ----------------------------------------------------------------------------------------------------
-
     def overlap(self, other: Directions) -> float:
         """The share of ``other`` in the span of this one: Σ‖V Wᵀ‖² / Σk, 1 for the same space, ≈ k/n for random
         ones."""
@@ -90,8 +88,6 @@ class Directions:
 
     def _headings(self) -> dict[str, Float[Tensor, " n"]]:
         return {n: self.strength[n].double() @ V.double() for n, V in self.basis.items()}
-
-    # --- files --------------------------------------------------------------------------------------------------------
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything but ``source`` and ``facts``, by "<what>.<module>"."""

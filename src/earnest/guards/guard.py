@@ -74,8 +74,6 @@ class DirectionGuard:
         self._leak_gradient = self._removed = 0.0
         self._inside = False
 
-    # --- the engine's side --------------------------------------------------------------------------------------------
-
     def set_parts(self, parts: Mapping[str, torch.nn.Parameter]) -> None:
         """Called before ``bind`` if each rank updates some rows of the parameters: these."""
         self._parts = parts
@@ -176,8 +174,6 @@ class DirectionGuard:
         """Apply the removal to the parameter or the quarantine."""
         p.copy_(p.double() + removed)
 
-    # --- the policy that would be deployed ----------------------------------------------------------------------------
-
     @contextmanager
     def ablated(self) -> Iterator[None]:
         """Inside the block the parameters are main = total - quarantine; afterwards the total again, bit for bit."""
@@ -198,8 +194,6 @@ class DirectionGuard:
                 for name, p in self._guarded().items():
                     p.copy_(held[name])
 
-    # --- refreshing ---------------------------------------------------------------------------------------------------
-
     def refresh(self, extract: Callable[[], Directions]) -> dict[str, float]:
         """Extract directions with the quarantine off. Adopt them if they agree with the old ones; otherwise warn."""
         with self.ablated():
@@ -218,8 +212,6 @@ class DirectionGuard:
                 stacklevel=2,
             )
         return {"overlap": overlap, "heading": heading, "adopted": float(adopted)}
-
-    # --- state --------------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Tensor]:
         """The current directions, the quarantine, the number of updates, and the second optimizer's state."""

@@ -137,9 +137,6 @@ def to_batch(inputs: LossInputs) -> tuple[Batch | None, Scalars]:
     return batch, {LogProb(): Field(lp[on], ran="PRIME-RL's trainer")}
 
 
-# --- what PRIME-RL can compute ----------------------------------------------------------------------------------------
-
-
 def refuse_unless_per_token(term: Term) -> None:
     """Raise where ``term`` reads more than PRIME-RL passes, or divides by anything but the number of tokens."""
     batch, scalars = _probe()
@@ -201,9 +198,6 @@ def _probe() -> tuple[Batch, Scalars]:
     flat = torch.tensor([x for row in behaviour for x in row])
     batch = batch.with_signals(reference=Reference(logprobs=flat - 0.3))
     return batch, {LogProb(): Field(flat + torch.tensor([-0.3, 0.1, 0.2, -0.05, 0.4, -0.2]))}
-
-
-# --- before a GPU is rented -------------------------------------------------------------------------------------------
 
 
 def check_file(path: Path) -> str:

@@ -229,9 +229,6 @@ def start(
     return made
 
 
-# --- rows that join and leave (buffered only) ------------------------------------------------------------------------
-
-
 def join(first: Cached, second: Cached) -> None:
     """Append the rows of ``second`` to ``first``. Both must be of the buffered kind."""
     used = max(first.used, second.used)
@@ -301,9 +298,6 @@ def _layers(cached: Cached) -> list[BufferLayer]:
 def _mask(cached: Cached, pad: int, width: int) -> Tensor:
     mask = torch.nn.functional.pad(cached.mask[:, : cached.used], (pad, 0), value=False)
     return torch.nn.functional.pad(mask, (0, width - mask.shape[1]), value=True)
-
-
-# --- the kind of an architecture --------------------------------------------------------------------------------------
 
 
 @torch.no_grad()

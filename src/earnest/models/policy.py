@@ -70,8 +70,6 @@ class Policy(Speech):
         _ = policy.head
         return policy
 
-    # --- tokens -------------------------------------------------------------------------------------------------------
-
     @cached_property
     def eos_ids(self) -> frozenset[int]:
         return eos_ids(self.tokenizer, getattr(self.model, "generation_config", None))
@@ -81,8 +79,6 @@ class Policy(Speech):
         """The longest sequence in tokens that the model reads; None if it declares no limit."""
         limit = getattr(self.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
         return int(limit) if limit else None
-
-    # --- the model ----------------------------------------------------------------------------------------------------
 
     @property
     def body(self) -> nn.Module:

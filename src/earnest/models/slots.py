@@ -194,8 +194,6 @@ class SlotSampler:
         self._alive -= len(finished)
         return finished
 
-    # --- rows that join -----------------------------------------------------------------------------------------------
-
     def _admit(self) -> None:
         count = min(len(self._waiting), self.max_rows - self._alive)
         if count <= 0:
@@ -248,8 +246,6 @@ class SlotSampler:
         one = start(self.policy, self.kind, [common], torch.zeros(1, dtype=torch.long, device=self.policy.device), 0)
         assert isinstance(one, Cached)
         return [one.prefix(0, common)] * len(prompts)
-
-    # --- one token ----------------------------------------------------------------------------------------------------
 
     def _advance(self, group: _Group) -> Finished:
         # an ended row writes over its last token, which was read already

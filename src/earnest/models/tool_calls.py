@@ -262,9 +262,6 @@ def _raw(policy: PolicyLike, tokens: Sequence[int]) -> str:
     return str(decode(list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
-# --- the text of one region -------------------------------------------------------------------------------------------
-
-
 def read_calls(
     value: Any, kind: ToolFormat | None, tools: Sequence[Mapping[str, Any]] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:

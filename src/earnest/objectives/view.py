@@ -69,8 +69,6 @@ class View:
         """The sub-view of the tokens where ``mask`` [n] is True. The counts stay the whole batch's."""
         return replace(self, index=self.index[mask])
 
-    # --- values -----------------------------------------------------------------------------------------------------
-
     def scalar(self, need: Need) -> Tensor:
         """The scalar's values for exactly these tokens, with its graph.
 
@@ -168,8 +166,6 @@ class View:
         assert self.batch.reference is not None and self.batch.reference.logprobs is not None, "check() requires it"
         return self.batch.reference.logprobs[self.index]
 
-    # --- sequences --------------------------------------------------------------------------------------------------
-
     @cached_property
     def _sequences(self) -> tuple[Int[Tensor, " S"], Int[Tensor, " n"]]:
         rows, segment = torch.unique(self.row, return_inverse=True)
@@ -202,8 +198,6 @@ class View:
 
     def _add_up(self, values: Float[Tensor, " n"]) -> Float[Tensor, " S"]:
         return torch.zeros(len(self.rows), dtype=values.dtype, device=values.device).index_add(0, self.segment, values)
-
-    # --- reductions to one number, by the whole batch's counts --------------------------------------------------------
 
     def total(self, values: Float[Tensor, "n ..."]) -> Float[Tensor, ""]:
         """Σ w·x, also over K targets per position."""

@@ -112,9 +112,6 @@ class BuiltIn:
         return [FilterResult(op.low <= value <= op.high, value) for value in values]
 
 
-# --- measures of one text ---------------------------------------------------------------------------------------------
-
-
 def is_special(character: str) -> bool:
     """By Unicode's category; data-juicer's fixed list agrees on ASCII and differs in other scripts."""
     return unicodedata.category(character)[0] not in "LM"  # neither a letter nor a mark on one
@@ -154,9 +151,6 @@ MEASURES: Mapping[str, Callable[[str, int], float]] = {
     "character_repetition": character_repetition,
     "word_repetition": word_repetition,
 }
-
-
-# --- duplicates -------------------------------------------------------------------------------------------------------
 
 
 def _repeats(keys: Sequence[str]) -> list[FilterResult]:

@@ -155,9 +155,6 @@ def replay(traces: Path, config: ReplayConfig, progress: Progress = lambda *_: N
     return Replayed(out, found, len(turns), len(asks), tuple(pairs), tuple(drops), cleaned, ledger)
 
 
-# --- teachers ---------------------------------------------------------------------------------------------------------
-
-
 def _teach(job: _Job, teacher: TeacherEntry, asks: Sequence[Ask]) -> None:
     if teacher.kind == "endpoint":
         endpoint = job.endpoint(teacher)
@@ -221,9 +218,6 @@ def _sample(job: _Job, teacher: TeacherEntry, policy: LocalPolicy, part: Sequenc
             job.ledger.count("answer", teacher.label, record["usage"])
 
 
-# --- verdicts ---------------------------------------------------------------------------------------------------------
-
-
 def _judge(job: _Job, asks: Sequence[Ask]) -> None:
     judge = job.config.judge
     compared = {ask.key: judges.AnswerComparison(ask.turn, _message(job.journal, ask) or {}) for ask in asks}
@@ -262,9 +256,6 @@ def _verdicts(job: _Job, asked: Sequence[judges.AnswerComparison]) -> list[float
         except UnusableTurn as reason:
             found.append(str(reason))
     return found
-
-
-# --- pairs ------------------------------------------------------------------------------------------------------------
 
 
 def _pair(job: _Job, asks: Sequence[Ask]) -> tuple[list[Pair], list[Drop]]:

@@ -66,9 +66,6 @@ def write(found: Replayed) -> tuple[dict[str, Any], Path]:
     return data, page
 
 
-# --- on a terminal ----------------------------------------------------------------------------------------------------
-
-
 def show(data: Mapping[str, Any], out: Console) -> None:
     """The counts as tables; the examples are on the page."""
     table = Table(title=f"{data['answers_asked']} answers to {data['turns']} turns of {data['traces']} traces")
@@ -106,9 +103,6 @@ def rows(data: Mapping[str, Any]) -> list[tuple[str, str, str]]:
 
 def _clip(text: str, length: int = SHOWN) -> str:
     return text if len(text) <= length else f"{text[:length]}…"
-
-
-# --- the page ---------------------------------------------------------------------------------------------------------
 
 
 def render(data: Mapping[str, Any]) -> str:

@@ -102,9 +102,6 @@ def meaning(message: Message) -> str:
     return json.dumps([(message.get("content") or "").strip(), calls], ensure_ascii=False)
 
 
-# --- reading ----------------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class BadLine:
     """A line that is not a trace, and the reason."""

@@ -138,9 +138,6 @@ def _against(first: Change, change: Change) -> str:
     return plus_minus(signed(between.gain), between.se)
 
 
-# --- the page ---------------------------------------------------------------------------------------------------------
-
-
 def write(runs: Sequence[Run], to: Path) -> Path:
     return page.put(render(runs), to)
 
@@ -245,9 +242,6 @@ def _chart(key: str, title: str, names: Sequence[str], points: Sequence[Points],
     )
     table = curves.table({name: pairs for name, pairs in zip(names, points, strict=True) if pairs})
     return Chart(key, title, series, table, f"The mean over {window} steps." if window > 1 else "")
-
-
-# --- the terminal -----------------------------------------------------------------------------------------------------
 
 
 def terminal(runs: Sequence[Run], columns: Sequence[str] = NARROW) -> Group:

@@ -61,9 +61,6 @@ def histogram(lengths: Sequence[int]) -> list[tuple[int, int]]:
     return [(edge, sum(edge - width < n <= edge for n in lengths)) for edge in range(width, lengths[-1] + width, width)]
 
 
-# --- on a terminal ----------------------------------------------------------------------------------------------------
-
-
 def terminal(data: Dataset, rows: int, coloured: bool) -> RenderableType:
     """The counts, the problems, and the first ``rows`` rows of each side. Trained tokens are green; without colours (a
     pipe, a file) they stand between ⟦ and ⟧."""
@@ -136,8 +133,6 @@ def _versions(data: Dataset, example: Example) -> list[tuple[str, Rendered]]:
         names = ["wanted" if example.label else "unwanted"]
     return list(zip(names, made, strict=False))
 
-
-# --- the page ---------------------------------------------------------------------------------------------------------
 
 _STYLE = """
 .bars { display: flex; align-items: end; gap: 2px; height: 5rem; margin: 1rem 0 .3rem; max-width: 30rem; }

@@ -57,8 +57,6 @@ class RolloutLedger(Generic[T]):
         self._finished: dict[int, dict[int, tuple[PartTicket, T]]] = {}  # by batch in flight
         self._attempts: dict[tuple[int, int], int] = {}
 
-    # --- samplers -----------------------------------------------------------------------------------------------------
-
     def start(self) -> PartTicket | None:
         """The next part for a sampler that has the newest weights; None where it has to wait."""
         if not self._waiting:
@@ -87,8 +85,6 @@ class RolloutLedger(Generic[T]):
         if self._running.get(place) == ticket:
             del self._running[place]
             self._again(place)
-
-    # --- the trainer --------------------------------------------------------------------------------------------------
 
     def take(self) -> TakenBatch[T] | None:
         """The batch to train next, the one with the oldest weights first; None where none is ready."""
@@ -123,8 +119,6 @@ class RolloutLedger(Generic[T]):
         """Batches that wait for the trainer."""
         return sum(len(parts) == self.parts for parts in self._finished.values())
 
-    # --- checkpoints --------------------------------------------------------------------------------------------------
-
     def state(self) -> dict[str, Any]:
         """The batches that were started and not taken, and the first that was not started. A checkpoint is written
         after a step, so a batch that was taken is trained."""
@@ -135,8 +129,6 @@ class RolloutLedger(Generic[T]):
         self.next, self.version = int(state["next"]), version
         for batch in state["open"]:
             self._admit(int(batch))
-
-    # --- inside -------------------------------------------------------------------------------------------------------
 
     def _admit(self, batch: int) -> None:
         self._finished[batch] = {}

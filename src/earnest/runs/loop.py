@@ -72,8 +72,6 @@ class TrainingLoop:
         self.watch = RunWatch()
         self.best = None if self.setup.config.best is None else Best(self.setup.config.best)
 
-    # --- from the beginning or from a checkpoint ----------------------------------------------------------------------
-
     def restore(self) -> None:
         """Go back to the newest undamaged checkpoint, or to the beginning if there is none."""
         mesh = self.setup.mesh
@@ -112,8 +110,6 @@ class TrainingLoop:
         best = None if self.best is None else self.best.step
         checkpoints.save(self.run, self.setup.engine, self.step, state, self.setup.config.checkpoint.keep, best)
         self.saved_at = self.step
-
-    # --- the run ------------------------------------------------------------------------------------------------------
 
     def train(self) -> None:
         """Check the step, evaluate, train the steps that are left, evaluate again; progress and loggers end with it."""
@@ -260,8 +256,6 @@ class TrainingLoop:
 
     def _collect(self, step: int) -> Rollouts:
         return self.source.next(step)
-
-    # --- around the steps ---------------------------------------------------------------------------------------------
 
     def _check(self) -> None:
         """Prove the step before training with it; a law that fails ends the run here."""

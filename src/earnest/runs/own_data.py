@@ -111,8 +111,6 @@ class OwnData:
             **{name: getattr(counts, name) for name in names},
         }
 
-    # --- rows ---------------------------------------------------------------------------------------------------------
-
     def rows(self, seed: int, purpose: str, step: int, count: int) -> list[Row]:
         """The rows of ``count`` examples for ``step``, which counts from 1."""
         start = (step - 1) * count
@@ -133,8 +131,6 @@ class OwnData:
                 _row(role, r, number, pair) for role, r in zip(_roles(example, len(rendered)), rendered, strict=True)
             ]
         return rows
-
-    # --- the held-out rows --------------------------------------------------------------------------------------------
 
     def heldout(self, count: int) -> list[Example]:
         """At most ``count`` held-out examples, the same for every seed."""

@@ -49,8 +49,6 @@ class Database:
         connection.execute("PRAGMA foreign_keys=ON")
         return connection
 
-    # --- writing ------------------------------------------------------------------------------------------------------
-
     def submit(self, work: Callable[[sqlite3.Connection], T]) -> Future[T]:
         """Do ``work`` in a transaction; the future is done when the result is on the disk."""
         future: Future[T] = Future()
@@ -119,8 +117,6 @@ class Database:
             self.failure = str(error)
             return [(batch[0][1], None, error)] if len(batch) == 1 else None
         return outcomes
-
-    # --- reading ------------------------------------------------------------------------------------------------------
 
     def read(self, sql: str, values: Sequence[Any] = ()) -> list[sqlite3.Row]:
         """Rows as of the last commit."""

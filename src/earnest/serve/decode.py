@@ -239,8 +239,6 @@ class DecodeBatch:
         self.groups = []
         return submitted
 
-    # --- one token ----------------------------------------------------------------------------------------------------
-
     def _choose(self, group: _Group) -> None:
         """Append a token to every row: rows with the same settings are chosen together."""
         policy, hidden = self.host.policy, group.sequences.last

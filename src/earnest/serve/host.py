@@ -93,8 +93,6 @@ class Host:
         self._of_thread = threading.local()
         self._thread: threading.Thread | None = None
 
-    # --- loading ------------------------------------------------------------------------------------------------------
-
     def start(self) -> None:
         """Begin to load; returns at once."""
         self._thread = threading.Thread(target=self._load, name="earnest-load", daemon=True)
@@ -172,8 +170,6 @@ class Host:
         if self._parts is not None:
             self.decoder.close()
 
-    # --- turns --------------------------------------------------------------------------------------------------------
-
     @contextmanager
     def turn(self, kind: Kind, adapter: Adapter | None = None) -> Iterator[Turn]:
         """All torch work happens inside a turn, with only ``adapter`` active, or none. A thread that holds a turn
@@ -229,8 +225,6 @@ class Host:
             wanted = scales.get(name, 0.0)
             if adapter.scale != wanted:
                 adapter.scale = wanted
-
-    # --- adapters -----------------------------------------------------------------------------------------------------
 
     def attach(self, name: str, variant: Variant, **how: Any) -> Adapter:
         """Put a new adapter on the policy, inactive; ``how`` goes to ``earnest.attach``."""

@@ -189,8 +189,6 @@ class Learner:
             state.bus.publish("learn", row.name, phase="failed", reason=why, feedback=[f.id for f in feedback])
         return True
 
-    # --- an update ----------------------------------------------------------------------------------------------------
-
     def _learn(self, row: AdapterRow, config: LearnConfig, feedback: Sequence[Any]) -> None:
         state = self.state
         found = lessons.gather(state, config, config.build_objective(), feedback)

@@ -30,9 +30,6 @@ def _logits(policy: Policy, ids: Int[Tensor, " T"], first: int) -> Float[Tensor,
     return policy.head.logits(hidden).float()[0]
 
 
-# --- chats -----------------------------------------------------------------------------------------------------------
-
-
 @torch.no_grad()
 def score_tokens(state: State, adapter: Adapter | None, prompt: Sequence[int], answer: Sequence[int]) -> list[float]:
     """log π(answer_t | prompt, answer_<t) at temperature 1."""
@@ -110,8 +107,6 @@ def score_answer(
         "completion_tokens": len(tokens),
     }
 
-
-# --- prompts of Tinker clients ---------------------------------------------------------------------------------------
 
 MAX_CELLS = 1 << 24
 """The largest number of scores per request: rows × K."""

@@ -81,8 +81,6 @@ class ServerStore:
         """Where a version is kept. The path has numbers only: no name ever becomes a path."""
         return self.folder / "adapters" / str(adapter) / str(number)
 
-    # --- the base -----------------------------------------------------------------------------------------------------
-
     def bind(self, model: str, fingerprint: str) -> None:
         """Tokens and versions belong to one base model: a folder made with another is refused."""
 
@@ -96,8 +94,6 @@ class ServerStore:
                 f"--data {self.folder}: its completions and versions belong to the model {name} ({known[:12]}), not to "
                 f"{model} ({fingerprint[:12]}); serve that model, or take another folder."
             )
-
-    # --- adapters -----------------------------------------------------------------------------------------------------
 
     def adapters(self) -> list[AdapterRow]:
         return [to_adapter(r) for r in self.db.read("SELECT * FROM adapters ORDER BY id")]
@@ -179,8 +175,6 @@ class ServerStore:
     def delete(self, adapter: int) -> None:
         """The adapter, its versions and its feedback; the completions stay."""
         self.db.run("DELETE FROM adapters WHERE id = ?", (adapter,))
-
-    # --- versions -----------------------------------------------------------------------------------------------------
 
     def versions(self, adapter: int) -> list[VersionRow]:
         rows = self.db.read("SELECT * FROM versions WHERE adapter = ? ORDER BY number", (adapter,))
@@ -289,8 +283,6 @@ class ServerStore:
 
         self.db.write(work)
 
-    # --- completions --------------------------------------------------------------------------------------------------
-
     def add_completions(self, completions: Sequence[StoredCompletion]) -> Future[None]:
         rows = [from_completion(c) for c in completions]
         names = [f.name for f in fields(StoredCompletion)]
@@ -319,8 +311,6 @@ class ServerStore:
             return c.execute(f"DELETE FROM completions WHERE {which} AND id NOT IN ({QUEUED})", values).rowcount
 
         return self.db.write(work)
-
-    # --- feedback -----------------------------------------------------------------------------------------------------
 
     def add_feedback(
         self, said: Sequence[tuple[NewFeedback, AdapterRow]], key: str, limit: int

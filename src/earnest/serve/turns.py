@@ -33,7 +33,8 @@ class Ticket:
 
 
 class Turns:
-    """Grants the turn to one thread at a time. A holder calls ``yield_turn`` between units of work."""
+    """Grants the turn to one thread at a time. A holder calls ``yield_turn`` between units of work.
+    Private methods are called with ``_changed`` held."""
 
     def __init__(self, shares: Mapping[Kind, float] = SHARES, clock: Callable[[], float] = time.perf_counter) -> None:
         self._shares, self._clock = shares, clock
@@ -99,8 +100,6 @@ class Turns:
     def waiting(self) -> dict[Kind, int]:
         with self._changed:
             return {kind: sum(t.kind == kind for t in self._waiting) for kind in ORDER}
-
-    # --- under the lock -----------------------------------------------------------------------------------------------
 
     def _rank(self, ticket: Ticket) -> tuple[float, int, int]:
         return (self._used[ticket.kind], ORDER.index(ticket.kind), ticket.number)

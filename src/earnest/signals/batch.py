@@ -182,8 +182,6 @@ class Batch:
             check_logprobs(name, value)
         self._validated[signal] = value._version
 
-    # --- the flat layout of active tokens ---------------------------------------------------------------------------
-
     @cached_property
     def active(self) -> Int[Tensor, "N 2"]:
         """(row, position) of every active token, row-major; this order is the flat order everywhere."""
@@ -276,8 +274,6 @@ class Batch:
         """The sum of these active tokens' weights, also over K targets per position."""
         weight = self.token_weight if self.token_weight.ndim == 1 else self.token_weight.sum(-1)
         return float((weight * tokens).sum(dtype=torch.float64))
-
-    # --- making and cutting -----------------------------------------------------------------------------------------
 
     def rows(self, index: Sequence[int] | Int[Tensor, " r"]) -> Batch:
         """The batch of these rows, in this order, with their signals and without padding that is no longer needed."""

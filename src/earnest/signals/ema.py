@@ -71,8 +71,6 @@ class EMATeacher:
     def form(self) -> str:
         return "dense" if self.dense else f"re-compressed to rank {self.rank}"
 
-    # --- an engine's outer hook -------------------------------------------------------------------------------------
-
     @torch.no_grad()
     def after_update(self, engine: Any) -> Mapping[str, float]:
         """Update the average with the adapter's current ΔW."""
@@ -100,8 +98,6 @@ class EMATeacher:
             )
         for name, value in self.state.items():
             value.copy_(state[name])
-
-    # --- scoring ----------------------------------------------------------------------------------------------------
 
     def teach(self, engine: Scorer, informed: Batch, own: Batch) -> tuple[Distribution, None]:
         with self.installed():

@@ -71,8 +71,6 @@ class Vector:
                 "the vector is 0 everywhere: the two sides of the contrast do not differ; give other contexts."
             )
 
-    # --- algebra ----------------------------------------------------------------------------------------------------
-
     @property
     def norm(self) -> float:
         """The length of all shifts taken as one vector."""
@@ -108,8 +106,6 @@ class Vector:
                 "make both at the same places."
             )
 
-    # --- on a policy ------------------------------------------------------------------------------------------------
-
     def applied(self, policy: Policy, dose: float = 1.0) -> AbstractContextManager[None]:
         """Inside the block, add dose · shift to the output of each module at every position."""
         self._fits(policy)
@@ -139,8 +135,6 @@ class Vector:
     def _fits(self, policy: Policy) -> None:
         if self.base != policy.fingerprint():
             raise SteeringError(f"the vector was made on another model than {policy.name}; make it again on this one.")
-
-    # --- on disk ----------------------------------------------------------------------------------------------------
 
     def save(self, path: Path | str) -> Path:
         path = Path(path)

@@ -68,8 +68,6 @@ class Flow(Generic[T]):
         for thread in self._threads:
             thread.start()
 
-    # --- the trainer's side -------------------------------------------------------------------------------------------
-
     def publish(self, target: Target) -> None:
         """The batch that was taken is trained; samplers take these weights for their next part."""
         with self._state:
@@ -114,9 +112,8 @@ class Flow(Generic[T]):
         if self._error is not None:
             raise self._error
 
-    # --- a sampler's thread -------------------------------------------------------------------------------------------
-
     def _run(self, link: Link) -> None:
+        """A sampler's thread."""
         deaths = 0
         while (given := self._next()) is not None:
             ticket, target = given

@@ -92,8 +92,6 @@ class Server:
                 f"sampler.folder: {self.kind} reads adapters from a folder that it shares with this machine; name it."
             )
 
-    # --- adapters -----------------------------------------------------------------------------------------------------
-
     def load(self, name: str, weights: Weights) -> None:
         """Give the server these weights under ``name``, which must be free."""
         files = weights.files(plain=self.kind != "earnest")
@@ -185,8 +183,6 @@ class Server:
     def _prefix(self) -> str:
         return "" if self.kind == "sglang" else "/v1"
 
-    # --- log-probs and samples ----------------------------------------------------------------------------------------
-
     def score(self, model: str, tokens: Sequence[int]) -> list[float]:
         """log π(token_t | token_<t) for t ≥ 1 at temperature 1."""
         body = {"model": model, "prompt": list(tokens), "max_tokens": 0, "echo": True, "logprobs": 1}
@@ -233,8 +229,6 @@ class Server:
         prompts = found.get("prompt_token_ids")  # earnest: of all prompts; vLLM: in each choice
         shared = {"prompt_token_ids": prompts[0]} if isinstance(prompts, list) and len(prompts) == 1 else {}
         return sorted(({**shared, **c} for c in choices), key=lambda c: c.get("index", 0))
-
-    # --- requests -----------------------------------------------------------------------------------------------------
 
     def _change(self, path: str, body: Mapping[str, Any] | bytes, done: Any = lambda *_: False) -> None:
         """A request whose answer was lost may have been carried out: ``done`` recognises the refusals that mean it."""

@@ -85,7 +85,6 @@ class DoRA(LoRA):
     def linear_note(self) -> str:
         return "its gain divides by the norm of W + s·BA"
 
-    # -- PEFT ----------------------------------------------------------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
         base = super().peft_config()
         assert base is not None

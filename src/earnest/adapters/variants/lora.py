@@ -101,7 +101,6 @@ class LoRA(Variant):
     def linear_note(self) -> str:
         return "B A is a product of two trained factors"
 
-    # -- PEFT ----------------------------------------------------------------------------------------------------------
     def peft_config(self) -> dict[str, Any] | None:
         return {
             "r": self.rank,

@@ -114,8 +114,6 @@ class TinkerEngine:
         schedule = self.optimizer_spec.schedule
         self._next = None if schedule is None else schedule.share(t, total)
 
-    # --- sampling and scoring -----------------------------------------------------------------------------------------
-
     def sampler(self, whose: str) -> Any:
         """A ``tinker.SamplingClient`` of the live weights, the base, or saved ones (a tinker:// path)."""
         if whose == "live":
@@ -194,8 +192,6 @@ class TinkerEngine:
 
     batch_of = staticmethod(batch_of)
 
-    # --- the steps ----------------------------------------------------------------------------------------------------
-
     def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
         """The whole batch's scalars, without a graph."""
         columns = self._plan(batch, needs)
@@ -273,8 +269,6 @@ class TinkerEngine:
 
     def _keep(self) -> str:
         return str(self.training.save_weights_for_sampler(f"earnest-v{self.version}").result().path)
-
-    # --- checkpoints --------------------------------------------------------------------------------------------------
 
     def save(self, folder: Path | str) -> Path:
         """The weights and the optimizer stay with the service; the folder has their path and the rest."""

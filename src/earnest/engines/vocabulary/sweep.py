@@ -137,8 +137,6 @@ class Sweep:
             by_hidden[chunk.start : chunk.stop] = self.product.pull(states, total, into or None)
         return by_hidden
 
-    # --- a need alone -------------------------------------------------------------------------------------------------
-
     def _alone(self, hidden: Float[Tensor, "N d"], *, slope: bool) -> dict[TokenNeed, Found] | None:
         """The need by tiles of the vocabulary, if it is the only one and it and the head can be cut into tiles."""
         if len(self.todo.needs) != 1 or not isinstance(self.product, PlainHead):
@@ -159,8 +157,6 @@ class Sweep:
                 )
                 return {need: Found(found.value, by_hidden, found.ran, found.student_mass, found.teacher_mass)}
         return None
-
-    # --- memory ------------------------------------------------------------------------------------------------------
 
     def _chunks(self, hidden: Float[Tensor, "N d"], *, blocks: int) -> Iterator[_Chunk]:
         """Chunks of nearly equal size, with their logits."""
@@ -209,8 +205,6 @@ class Sweep:
             shape = self.targets.shape if isinstance(need, LogProb) else (count,)
             found[need] = Found(torch.zeros(shape, dtype=self.dtype, device=self.targets.device))
         return found
-
-    # --- rows ---------------------------------------------------------------------------------------------------------
 
     def _rows(self, chunk: _Chunk, source: DistributionSource | None) -> _Rows:
         """The covered rows of this chunk, with the source's logits for them."""

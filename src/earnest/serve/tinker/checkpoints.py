@@ -69,8 +69,6 @@ class CheckpointStore:
         for run in self.runs():
             self._sweep(run)
 
-    # --- runs ------------------------------------------------------------------------------------------------------
-
     def add(self, run: str, base_model: str, lora: Mapping[str, Any], metadata: Mapping[str, str]) -> None:
         self.db.run(_RUN, (run, base_model, json.dumps(lora), json.dumps(metadata), now()))
 
@@ -88,8 +86,6 @@ class CheckpointStore:
         """All runs, the one with the latest request first."""
         last = {r["id"]: r["last_request"] for r in self.db.read("SELECT id, last_request FROM tinker_runs")}
         return sorted(last, key=lambda run: self._last_request.get(run, last[run]), reverse=True)
-
-    # --- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(
         self,
@@ -195,8 +191,6 @@ class CheckpointStore:
 
     def _place(self, run: str, kind: str) -> Path:
         return self.root / folder_of(run) / kind
-
-    # --- at the start ----------------------------------------------------------------------------------------------
 
     def _import_records(self) -> None:
         """Move the first edition's run.json files into the database; each is deleted after its rows are committed."""

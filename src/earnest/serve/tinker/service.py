@@ -59,8 +59,6 @@ class Service:
         self.queues.close()
         self.sample_queue.close()
 
-    # --- sessions --------------------------------------------------------------------------------------------------
-
     def create_session(self, body: Body) -> dict[str, Any]:
         session = Session(names.new_id(), dict(body.get("user_metadata") or {}), body.get("display_name"))
         self.sessions[session.id] = session
@@ -110,8 +108,6 @@ class Service:
         if session.finished:
             raise WireError(f"the session {id!r} has ended; start another.", 410)
         return session
-
-    # --- models ----------------------------------------------------------------------------------------------------
 
     def check_base(self, name: str) -> None:
         if name not in (self.name, self.settings.model):
@@ -180,8 +176,6 @@ class Service:
             raise WireError("optim_step needs adam_params; other optimizers are not served.")
         return self._work(body, lambda model: {"metrics": model.optim_step(AdamParams.read(body["adam_params"]))})
 
-    # --- weights ---------------------------------------------------------------------------------------------------
-
     def save_weights(self, body: Body) -> Promise:
         def save(model: LiveModel) -> Body:
             overwrite = bool(body.get("overwrite"))
@@ -237,8 +231,6 @@ class Service:
         flags = {k: v for k, v in run.lora.items() if k.startswith("train_")}
         return {"base_model": run.base_model, "is_lora": True, "lora_rank": run.lora["rank"], **flags}
 
-    # --- sampling --------------------------------------------------------------------------------------------------
-
     def create_sampler(self, body: Body) -> dict[str, Any]:
         session = self._open_session(str(body["session_id"]))
         sampler = f"{session.id}:sample:{int(body['sampling_session_seq_id'])}"
@@ -280,8 +272,6 @@ class Service:
         if new:
             self.sample_queue.put(promise, request, key, source)
         return promise
-
-    # --- reading ---------------------------------------------------------------------------------------------------
 
     def capabilities(self) -> dict[str, Any]:
         room = self.host.policy.positions if self.host.ready() else None

@@ -63,9 +63,6 @@ def decompress(body: bytes, encoding: str, limit: int) -> bytes:
     return plain
 
 
-# --- requests -----------------------------------------------------------------------------------------------------
-
-
 def read_pass(body: bytes, content_type: str) -> tuple[object, object, Callable[[], PassRequest]]:
     """(model_id, seq_id, the rest of it) of a forward or forward_backward request, so that one whose data cannot be
     read is refused under its number."""
@@ -216,9 +213,6 @@ def _shaped(flat: Tensor, shape: tuple[int, ...], where: str) -> Tensor:
     if any(s < 0 for s in shape) or int(np.prod(shape)) != flat.numel():
         raise WireError(f"{where}: {flat.numel()} values do not fill the shape {shape}.")
     return flat.reshape(shape)
-
-
-# --- results ------------------------------------------------------------------------------------------------------
 
 
 def write(result: Result, *, protobuf: bool) -> tuple[bytes, str]:

@@ -64,8 +64,6 @@ class SamplerAudit:
                 return f"{self.server.kind} {found['version']} at {self.server.url}"
         return f"{self.server.kind} at {self.server.url}"
 
-    # --- the server's answers -----------------------------------------------------------------------------------------
-
     def spec(self, **settings: float | int) -> SampleSpec:
         made = SampleSpec(max_new_tokens=8, temperature=self.temperature, seed=11)
         return replace(made, **settings)  # type: ignore[arg-type]
@@ -98,8 +96,6 @@ class SamplerAudit:
             with suppress(SamplingError):
                 self.server.unload(name)
         self.engine.adapter.load_state_dict(self._kept)
-
-    # --- the same here ------------------------------------------------------------------------------------------------
 
     def version(self, number: int) -> Weights:
         """Weights number 1, 2, …: the adapter with noise that moves the log-probs measurably from the base and from
@@ -158,8 +154,6 @@ class SamplerAudit:
                 scaled = scaled.masked_fill(scaled < least, -math.inf)
             parts.append(scaled.log_softmax(-1).gather(-1, torch.tensor(choice.tokens)[:, None])[:, 0])
         return torch.cat(parts)
-
-    # --- findings -----------------------------------------------------------------------------------------------------
 
     def finding(self, law: str, measured: str, expected: str, holds: bool, meaning: str = "") -> Finding:
         return Finding(law, self.subject, measured, expected, "holds" if holds else "fails", "" if holds else meaning)
