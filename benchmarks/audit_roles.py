@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the corpus is the tests' o
 
 import tests.audit
 from earnest_audit import Step, Verdict, audit, infer
-from earnest_audit.inference import InferredStep
+from earnest_audit.frontends.inference import InferredStep
 from earnest_audit.probe import Probe
 from tests.audit.corpus import losses, machinery, policy
 from tests.audit.corpus.base import DEFECTS

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from earnest_audit import watch
-from earnest_audit.watcher import Watch
+from earnest_audit.watching.watcher import Watch
 
 
 def model_of(width: int, layers: int) -> nn.Module:

@@ -14,8 +14,8 @@ import jsonschema
 import pytest
 
 from earnest_audit import Finding, Verdict
-from earnest_audit.command import main, make_parser
-from earnest_audit.reports import junit, markdown, sarif
+from earnest_audit.frontends.command import main, make_parser
+from earnest_audit.frontends.reports import junit, markdown, sarif
 from tests.audit.test_script import STEP, script
 
 HOLDS = Finding("GL", "4 trainable parameters", "4 got a gradient", "all", "holds")

@@ -74,7 +74,7 @@ def test_fixture(audit_step, factor):
 def outcomes(folder: Path, *words: str) -> tuple[dict[str, str], str, int]:
     (folder / "test_it.py").write_text(TESTS.replace("AUDIT", str("--audit" in words)))
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    options = ["-rA", "-W", "error::UserWarning", "--strict-markers", "-p", "earnest_audit.pytest_plugin"]
+    options = ["-rA", "-W", "error::UserWarning", "--strict-markers", "-p", "earnest_audit.frontends.pytest_plugin"]
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *words, "test_it.py"], cwd=folder,
         env=environment, capture_output=True, text=True, check=False,

@@ -12,8 +12,8 @@ import pytest
 
 from earnest.cli import main
 from earnest_audit.executor import PROGRESS
-from earnest_audit.script import ScriptError, audit_script
-from earnest_audit.watcher import WATCHED
+from earnest_audit.frontends.script import ScriptError, audit_script
+from earnest_audit.watching.watcher import WATCHED
 
 STEP = """
 import sys

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import yaml
 
-from earnest_audit.command import make_parser
+from earnest_audit.frontends.command import make_parser
 from scripts.docs.pages import ROOT
 
 FOLDER = ROOT / "earnest-audit" / "action"

@@ -118,7 +118,8 @@ def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zi
     audit_wheel.extractall(tmp_path / "site")
     _link(tmp_path / "site", "torch", "numpy")
     (tmp_path / "train.py").write_text(ALONE)
-    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); from earnest_audit.command import main; "
+    code = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r}); "
+    code += "from earnest_audit.frontends.command import main; "
     code += "sys.exit(main(['--sarif', 'out.sarif', 'train.py']) or main(['laws']))"
     done = subprocess.run(
         [sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
@@ -128,8 +129,8 @@ def test_the_audit_is_a_wheel_of_its_own(wheel: zipfile.ZipFile, audit_wheel: zi
     assert (tmp_path / "out.sarif").is_file()
     (entries,) = [name for name in audit_wheel.namelist() if name.endswith("entry_points.txt")]
     written = audit_wheel.read(entries).decode()
-    assert "[console_scripts]\nearnest-audit = earnest_audit.command:main" in written
-    assert "[pytest11]\nearnest-audit = earnest_audit.pytest_plugin" in written
+    assert "[console_scripts]\nearnest-audit = earnest_audit.frontends.command:main" in written
+    assert "[pytest11]\nearnest-audit = earnest_audit.frontends.pytest_plugin" in written
 
 
 ALONE = """

@@ -1,8 +1,8 @@
-from earnest_audit.callback import AuditCallback as AuditCallback
 from earnest_audit.executor import audit as audit
 from earnest_audit.facts import Metric as Metric
 from earnest_audit.facts import Setting as Setting
-from earnest_audit.inference import infer as infer
+from earnest_audit.frontends.callback import AuditCallback as AuditCallback
+from earnest_audit.frontends.inference import infer as infer
 from earnest_audit.step import Active as Active
 from earnest_audit.step import Raises as Raises
 from earnest_audit.step import Step as Step
@@ -33,8 +33,8 @@ from earnest_audit.together import Together as Together
 from earnest_audit.verdict import Finding as Finding
 from earnest_audit.verdict import LawBroken as LawBroken
 from earnest_audit.verdict import Verdict as Verdict
-from earnest_audit.watcher import Watch as Watch
-from earnest_audit.watcher import WatchWarning as WatchWarning
-from earnest_audit.watcher import watch as watch
+from earnest_audit.watching.watcher import Watch as Watch
+from earnest_audit.watching.watcher import WatchWarning as WatchWarning
+from earnest_audit.watching.watcher import watch as watch
 
 __version__: str

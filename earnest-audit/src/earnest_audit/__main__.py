@@ -2,7 +2,7 @@
 
 import sys
 
-from earnest_audit.command import main
+from earnest_audit.frontends.command import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from earnest_audit import edits
-from earnest_audit.inference import infer
+from earnest_audit.frontends.inference import infer
 from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
 from earnest_audit.places import caller, place_of
@@ -38,7 +38,7 @@ def audit(
 ) -> Verdict:
     """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times.
 
-    ``audit(model, loss, batch)`` guesses the roles of the batch's tensors (``earnest_audit.inference``) and lists the
+    ``audit(model, loss, batch)`` guesses the roles of the batch's tensors (``frontends/inference.py``) and lists the
     guesses in the verdict; ``declared`` are further fields of ``Step``. What the unchanged step raises is raised; what
     it raises when something is changed becomes a row of the verdict.
     """

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from earnest.commands.common import Overrides
 from earnest.errors import EarnestError
-from earnest_audit.command import report, script_verdict
+from earnest_audit.frontends.command import report, script_verdict
 
 if TYPE_CHECKING:
     from earnest_audit import Verdict

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import Step, Verdict, audit
+from earnest_audit.frontends.trainers import step_of_trainer
 from earnest_audit.laws import documents, splits
-from earnest_audit.trainers import step_of_trainer
 from tests.audit.trainers.cases import llama
 
 

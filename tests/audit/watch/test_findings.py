@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from earnest_audit import StepError, Together, WatchWarning, watch
 from earnest_audit.limits import MANY
-from earnest_audit.watcher import Watch
+from earnest_audit.watching.watcher import Watch
 from tests.audit.steps import Tiny, logprobs, policy_batch
 
 LOOPS = 24

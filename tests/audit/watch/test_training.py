@@ -15,7 +15,7 @@ from torch import nn
 
 from earnest_audit import Verdict, WatchWarning, watch
 from earnest_audit.limits import ENOUGH, MANY
-from earnest_audit.watcher import Watch
+from earnest_audit.watching.watcher import Watch
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
 BATCH = sft_step().batch

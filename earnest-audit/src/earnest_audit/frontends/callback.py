@@ -22,14 +22,14 @@ from transformers import Trainer, TrainerCallback
 
 from earnest_audit.batches import RecordingBatch
 from earnest_audit.executor import LISTENERS, audit
+from earnest_audit.frontends.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.limits import MANY
 from earnest_audit.measure import fresh, result_of
-from earnest_audit.monitors import hooked
 from earnest_audit.restore import restored, seeded, without_dropout
 from earnest_audit.step import StepError
-from earnest_audit.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.verdict import Finding, LawBroken, Verdict, judged, unchecked
-from earnest_audit.watcher import Watch, WatchWarning
+from earnest_audit.watching.monitors import hooked
+from earnest_audit.watching.watcher import Watch, WatchWarning
 
 
 class AuditCallback(TrainerCallback):

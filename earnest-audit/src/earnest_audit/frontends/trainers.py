@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from earnest_audit import edits
 from earnest_audit.facts import Kind, Setting
-from earnest_audit.monitors import hooked
 from earnest_audit.restore import replaced
 from earnest_audit.step import Step
+from earnest_audit.watching.monitors import hooked
 
 Inputs = Mapping[str, Any]
 

@@ -31,11 +31,21 @@ from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
 from earnest_audit.limits import ENOUGH, MANY
 from earnest_audit.measure import is_number, number
-from earnest_audit.monitors import Cleared, Mode, Norm, Rates, StepCounter, Streak, at_gradients, entries, hooked
 from earnest_audit.places import caller
-from earnest_audit.signals import Signals
 from earnest_audit.together import Together
 from earnest_audit.verdict import Finding, Verdict, judged
+from earnest_audit.watching.monitors import (
+    Cleared,
+    Mode,
+    Norm,
+    Rates,
+    StepCounter,
+    Streak,
+    at_gradients,
+    entries,
+    hooked,
+)
+from earnest_audit.watching.signals import Signals
 
 MOVES = ("kl", "entropy")  # metrics that cannot stay constant while a policy learns; more are declared
 TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step

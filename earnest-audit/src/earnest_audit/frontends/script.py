@@ -31,11 +31,11 @@ from earnest_audit import executor
 from earnest_audit.errors import EarnestError
 from earnest_audit.laws.liveness import some
 from earnest_audit.limits import ENOUGH
-from earnest_audit.monitors import entries
 from earnest_audit.places import caller
 from earnest_audit.restore import replaced
 from earnest_audit.verdict import Finding, LawBroken, LawOutcome, Verdict
-from earnest_audit.watcher import WATCHED, Watch
+from earnest_audit.watching.monitors import entries
+from earnest_audit.watching.watcher import WATCHED, Watch
 
 TRAINER = "transformers.trainer"
 PASTE = """\
@@ -227,7 +227,7 @@ def injected(quick: bool) -> Iterator[None]:
 
         @wraps(own)
         def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            from earnest_audit.callback import AuditCallback
+            from earnest_audit.frontends.callback import AuditCallback
 
             own(self, *args, **kwargs)
             if not any(isinstance(c, AuditCallback) for c in self.callback_handler.callbacks):

@@ -1,0 +1,147 @@
+"""The command ``earnest-audit``: run a training script under the audit, or list the laws.
+
+    earnest-audit [OPTIONS] train.py [ARGUMENTS of the script]
+    earnest-audit laws [CODE ...]
+
+Exit codes: 0 every law that was checked holds · 1 a law is broken, or nothing was checked · 2 the command is wrong,
+nothing in the script trained, or it raised or ended with an error before a law was broken · 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from earnest_audit.errors import EarnestError, nearest
+from earnest_audit.version import __version__
+
+if TYPE_CHECKING:
+    from earnest_audit.verdict import Verdict
+
+EXITS = (
+    "exit codes: 0 every law that was checked holds; 1 a law is broken, or nothing was checked; 2 the command is "
+    "wrong, nothing in the script trained, or it raised or ended with an error before a law was broken; 130 Ctrl-C."
+)
+MORE = (
+    "The options may come before or after the script. Before it, an unknown option is refused; all other arguments "
+    "after the script are passed to it, and so is everything after `--`."
+)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Run the command with these arguments (by default those of the process), and return its exit code."""
+    given = list(sys.argv[1:] if words is None else words)
+    parser = make_parser()
+    own, rest = _split(parser, given)
+    options = parser.parse_args(own)
+    for word in given[: given.index("--")] if "--" in given else given:  # what follows the script may be the script's
+        close = difflib.get_close_matches(word.split("=", 1)[0], parser._option_string_actions, n=1, cutoff=0.8)
+        if word in rest[1:] and word.startswith("--") and close:
+            print(f"earnest-audit: {word} is passed to the script; did you mean {close[0]}?", file=sys.stderr)
+    try:
+        if not rest:
+            parser.error("give a training script (.py), or `laws`.")
+        if rest[0] == "laws":
+            print(_laws(rest[1:], options.json))
+            return 0
+        files = {name: getattr(options, name) for name in FILES}
+        require_writable(files)
+        return report(script_verdict(Path(rest[0]), rest[1:], quick=options.quick), as_json=options.json, files=files)
+    except EarnestError as error:
+        print(f"earnest-audit: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+FILES = ("junit", "sarif", "markdown")
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="earnest-audit", usage="earnest-audit [OPTIONS] train.py [ARGUMENTS] | earnest-audit laws [CODE ...]",
+        description="Run a training script and check the laws of training on every trainer and optimizer that it "
+        f"makes. {MORE}", epilog=EXITS, allow_abbrev=False,
+    )  # fmt: skip
+    parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
+    parser.add_argument("--quick", action="store_true", help="check the cheap laws only")
+    for name, what in zip(FILES, ("JUnit XML", "SARIF 2.1.0", "Markdown"), strict=True):
+        parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write the verdict as {what}")
+    parser.add_argument("--version", action="version", version=f"earnest-audit {__version__}")
+    return parser
+
+
+def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Separate the command's own options from the script and its arguments, in their order."""
+    takes = {name: action.nargs != 0 for action in parser._actions for name in action.option_strings}
+    own: list[str] = []
+    rest: list[str] = []
+    left = iter(words)
+    for word in left:
+        name = word.split("=", 1)[0]
+        if word == "--":
+            rest += left
+        elif name in takes or (not rest and word.startswith("-")):
+            own.append(word)
+            if takes.get(name) and name == word:
+                own += [value for value in [next(left, None)] if value is not None]
+        else:
+            rest.append(word)
+    return own, rest
+
+
+def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False) -> Verdict:
+    """Run a script under the audit. Its output and the name of each law as it begins go to stderr. An exception of the
+    script is printed there with its traceback, and ends the command."""
+    from earnest_audit.frontends.script import audit_script
+
+    with redirect_stdout(sys.stderr):
+        return audit_script(path, arguments, quick=quick, progress=lambda text: print(f"{text} …"))
+
+
+def require_writable(files: dict[str, Path | None]) -> None:
+    """Raise if the file of a report cannot be written; before the script runs, so that its work is not lost."""
+    for name, path in files.items():
+        if path is None:
+            continue
+        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
+            raise EarnestError(f"--{name}: {path} cannot be written; give the path of a file in a folder of yours.")
+
+
+def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) -> int:
+    """Print the verdict, write its files, and return the exit code."""
+    from earnest_audit.frontends.reports import write
+    from earnest_audit.verdict import show
+
+    write(verdict, files)
+    if as_json:
+        print(json.dumps(verdict.to_dict(), indent=1))
+    else:
+        show(verdict)
+    return 0 if verdict.holds else 1
+
+
+def _laws(codes: Sequence[str], as_json: bool) -> str:
+    """A table of all laws, or the pages of the laws with these codes."""
+    from earnest_audit.laws.__main__ import ALL
+
+    known = {law.code: law for law in ALL}
+    for code in codes:
+        if code not in known:
+            raise EarnestError(f"there is no law {code!r}: {nearest(code, known)}")
+    chosen = [known[code] for code in codes] or list(ALL)
+    if as_json:
+        rows = [{"code": law.code, "name": law.name, "tier": law.tier, "sentence": law.sentence} for law in chosen]
+        return json.dumps(rows, indent=1, ensure_ascii=False)
+    if codes:
+        return "\n\n".join(law.page() for law in chosen)
+    width = max(len(law.code) for law in chosen)
+    return "\n".join(f"{law.code:<{width}}  {law.tier:<7}  {law.sentence}" for law in chosen)

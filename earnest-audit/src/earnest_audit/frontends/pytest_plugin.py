@@ -1,0 +1,146 @@
+"""The pytest plugin of earnest-audit.
+
+    def test_my_step(audit_step):                 # the laws on one step; the test fails with the findings
+        audit_step(model, loss, batch)            # or audit_step(Step(…), quick=True)
+
+    @pytest.mark.audit                            # every trainer and optimizer loop of this test is watched,
+    def test_training(): ...                      # and the test fails if a law is broken
+
+    pytest --audit                                # all tests are watched, with a report at the end
+
+If none of these is used, nothing is imported and nothing is watched. If ``--audit`` finds a broken law, an exit code of
+0 becomes 1; the tests keep their own outcomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:  # torch is imported only where something is audited
+    from earnest_audit.frontends.script import Found
+    from earnest_audit.verdict import Finding, Verdict
+
+FOUND = pytest.StashKey[dict[str, dict[str, Any]]]()
+"""test -> its rows, whether its verdict holds, and its broken laws; only with ``--audit``."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("audit", "audit of training loops")
+    group.addoption(
+        "--audit", action="store_true", dest="earnest_audit",
+        help="watch every Trainer and optimizer loop that the tests create, and report broken laws at the end",
+    )  # fmt: skip
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "audit(quick=False): watch every Trainer and optimizer loop of this test, and fail it where a law is broken",
+    )
+    if config.getoption("earnest_audit"):
+        config.stash[FOUND] = {}
+
+
+@pytest.fixture
+def audit_step() -> Callable[..., Verdict]:
+    """``audit_step(step)`` or ``audit_step(model, loss, batch)``: returns the verdict; the test fails if a law
+    is broken. Further arguments are those of ``earnest_audit.audit``."""
+
+    def audited(*subject: Any, **options: Any) -> Verdict:
+        from earnest_audit import audit
+
+        verdict = audit(*subject, **options)
+        _fail(verdict)
+        return verdict
+
+    return audited
+
+
+def _fail(verdict: Verdict) -> None:
+    if not verdict.holds:
+        lines = [_line(f) for f in verdict.failures] or ["nothing was checked: declare more of the step."]
+        pytest.fail("the audit found a broken law:\n" + "\n".join(lines), pytrace=False)
+
+
+def _line(finding: Finding) -> str:
+    return f"{finding.place}: {finding}" if finding.place else str(finding)
+
+
+@contextmanager
+def _watching(quick: bool) -> Iterator[Found]:
+    """Watch all training inside the block; the verdict is read after the block has ended."""
+    import warnings
+
+    from earnest_audit.frontends.script import trained
+    from earnest_audit.watching.watcher import WatchWarning
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WatchWarning)  # the findings are reported at the end
+        with trained(quick) as found:
+            yield found
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """With ``--audit``: watch the whole test, including its fixtures."""
+    found = item.config.stash.get(FOUND, None)
+    if found is None:
+        return (yield)
+    with _watching(quick=False) as watched:
+        result = yield
+    judged = watched.verdict()
+    lines = list(dict.fromkeys(_line(f) for f in judged.failures))
+    found[item.nodeid] = {"rows": len(judged.findings), "holds": judged.holds, "broken": lines}
+    return result
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """With the mark: watch the test itself. If the test fails by itself, that failure is reported."""
+    mark = item.get_closest_marker("audit")
+    if mark is None:
+        return (yield)
+    with _watching(**{"quick": False, **mark.kwargs}) as watched:
+        result = yield
+    _fail(watched.verdict())
+    return result
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    found = session.config.stash.get(FOUND, {})
+    worker = getattr(session.config, "workeroutput", None)  # of pytest-xdist: what the main process receives
+    if worker is not None:
+        worker["earnest_audit"] = found
+    elif session.exitstatus == pytest.ExitCode.OK and any(judged["broken"] for judged in found.values()):
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    """A worker of pytest-xdist has ended."""
+    found = node.config.stash.get(FOUND, None)
+    if found is not None:
+        found.update(getattr(node, "workeroutput", {}).get("earnest_audit", {}))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    found = config.stash.get(FOUND, None)
+    if found is None:
+        return
+    terminalreporter.section("audit")
+    judged = [test for test in found.values() if test["rows"]]
+    for name, test in found.items():
+        if test["broken"]:
+            terminalreporter.write_line(name, red=True)
+        for line in test["broken"]:
+            terminalreporter.write_line(f"  {line}")
+    broken, held = (sum(bool(test[what]) for test in judged) for what in ("broken", "holds"))
+    terminalreporter.write_line(
+        f"{len(judged)} of {len(found)} tests train something: {broken} break a law, {held} hold, "
+        f"{len(judged) - broken - held} could not be judged. "
+        "Plain loops are watched only: their losses are not audited."
+    )

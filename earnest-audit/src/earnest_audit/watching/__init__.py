@@ -1,0 +1,1 @@
+"""``watch``: the cheap laws, all through a run."""
