@@ -18,8 +18,7 @@ FIRST = "83a89f9"
 """The last commit of the first edition."""
 SOURCES = ("src", "earnest-audit/src")
 LATER = {
-    "mistakes, clients, attackers, failures": r"commands/doctor|diloco/(groups|signing)"
-    r"|serve/(attempts|connections|leases|names)",
+    "mistakes, clients, attackers, failures": r"diloco/(groups|signing)|serve/(attempts|connections|leases|names)",
     "own data": r"data/\w+|report/data_page|runs/own_data|tasks/(audit|from_data|graders|model_graders)",
     "schedules, full training, KTO, other teachers": r"adapters/(whole|variants/full)|config/teacher|objectives/kto"
     r"|engines/(endpoint_teacher|model_teacher|muon|schedules)|runs/best|signals/baseline",
@@ -30,7 +29,7 @@ LATER = {
     r"|engines/(activations|compiling|mesh|optimizer_state|packing|sharding|tensor|trained)|proving/sharded|runs/ranks",
     "asynchronous sampling": r"rollouts/ledger|runs/ahead|sync/(flow|partial|process)",
     "contract of samplers": r"serve/generate|sync/(behaviour|contract/\w+)",
-    "release": r"listings|report/(compare|watch)|runs/(card|export|measure|repeat)",
+    "release": r"listings|report/(compare|watch)|runs/(export|measure|repeat)",
 }
 """Capability → its modules, as paths below src/earnest without ``.py``."""
 

@@ -319,11 +319,10 @@ def replay(
     """Make preference pairs from traces; the same command again continues where it stopped."""
     from earnest.replay import report as pages
     from earnest.replay.pipeline import replay as make_pairs
-    from earnest.replay.progress import stage_bars
     from earnest.replay.settings import read
 
     out = Console()
-    with stage_bars(out) as bars:
+    with pages.stage_bars(out) as bars:
         found = make_pairs(traces, read(config, overrides or []), bars)
     data, page = pages.write(found)
     pages.show(data, out)

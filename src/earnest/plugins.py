@@ -46,8 +46,7 @@ def find(entry: str, key: str) -> object:
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         hint = nearest(name, known) if known else "it defines no function and no class."
         raise ConfigError(f"{key}: {place} has no {name!r}; {hint}")
-    found: object = getattr(module, name)
-    return found
+    return getattr(module, name)
 
 
 def absolute(entry: str) -> str:

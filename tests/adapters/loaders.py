@@ -7,8 +7,7 @@ from typing import Any
 
 from earnest.adapters.errors import AdapterError
 from earnest.adapters.files import read_json, read_tensors
-from earnest.adapters.peft_format import CONFIG, MODEL, PREFIX
-from earnest.adapters.portable import VLLM_RANKS
+from earnest.adapters.peft_format import CONFIG, MODEL, PREFIX, VLLM_RANKS
 from earnest.adapters.targets import block_index
 
 VLLM_DEFAULT_RANK = 16  # max_lora_rank of a vLLM that is started without the option

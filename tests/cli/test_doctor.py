@@ -14,7 +14,7 @@ from rich.console import Console
 
 from earnest.cli import main
 from earnest.commands.auditing import _sampler_verdict
-from earnest.commands.doctor import EXTRAS, checks
+from earnest.commands.listings import EXTRAS, checks
 from earnest.errors import EarnestError
 from earnest.listings import Listing, runs
 from earnest.tasks import list_tasks

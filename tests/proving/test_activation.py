@@ -14,7 +14,7 @@ from earnest.objectives import Objective
 from earnest.objectives.base import Value
 from earnest.objectives.view import View
 from earnest.proving import step_of
-from earnest.proving.activation import activation, inactive
+from earnest.proving.proof import activation, inactive
 from tests.engines.conftest import tiny_policy
 from tests.proving.test_objectives_and_adapters import batch_of, engine_of
 

@@ -14,8 +14,7 @@ from earnest.serve.eval import preferences
 from earnest.serve.eval.client import EvalClient, EvalError
 from earnest.serve.eval.command import run
 from earnest.serve.eval.loop import Round, evaluate, summarise, table
-from earnest.serve.eval.preferences import FeedbackEvalConfig
-from earnest.serve.eval.verifiers import Verifier
+from earnest.serve.eval.preferences import FeedbackEvalConfig, Verifier
 from tests.serve.conftest import Live
 
 

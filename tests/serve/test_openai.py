@@ -13,13 +13,13 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from earnest.models import SampleSpec, sample
-from earnest.serve.choices import chat_logprobs
 from earnest.serve.completing import CompletionWork, keep_rest, wait
 from earnest.serve.decode import Done, PendingRequest
 from earnest.serve.decode import Request as Wanted
 from earnest.serve.errors import NotFound
 from earnest.serve.keys import Caller
 from earnest.serve.leases import Lease
+from earnest.serve.openai import chat_logprobs
 from earnest.serve.text import Text
 from earnest.serve.wire import TextRequest
 from tests.serve.conftest import Live

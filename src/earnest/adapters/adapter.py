@@ -284,8 +284,8 @@ class Adapter:
         return save_adapter(self, Path(folder), base_model)
 
     def export_lora(self, folder: str | Path, base_model: str | None = None, rank: int | None = None) -> Path:
-        """Write a plain LoRA that vLLM, SGLang, TGI and llama.cpp read; see `earnest.adapters.portable`."""
-        from earnest.adapters.portable import export_lora
+        """Write a plain LoRA that vLLM, SGLang, TGI and llama.cpp read; see `earnest.adapters.peft_format`."""
+        from earnest.adapters.peft_format import export_lora
 
         return export_lora(self, Path(folder), base_model, rank)
 

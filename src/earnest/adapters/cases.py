@@ -65,8 +65,7 @@ def nano() -> nn.Module:
     """The embedded model."""
     from earnest.models import load
 
-    model: nn.Module = load("nano").model
-    return model
+    return load("nano").model
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {"llama": tiny_llama, "gpt2": tiny_gpt2, "nano": nano}
@@ -113,8 +112,7 @@ class Case:
 
     def logits(self, model: nn.Module) -> Tensor:
         with torch.no_grad():
-            out: Tensor = model(self.ids).logits
-            return out
+            return model(self.ids).logits
 
     def loss(self, model: nn.Module) -> Tensor:
         logits = model(self.ids[:, :-1]).logits.float()

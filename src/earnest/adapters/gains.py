@@ -47,8 +47,7 @@ def gained(y: Float[Tensor, "*N m"], e: Float[Tensor, " m"]) -> Float[Tensor, "*
     e = e.to(y.dtype)
     if y.numel() < kernel.SMALL or not torch.is_grad_enabled():
         return torch.addcmul(y, y, e)
-    out: Tensor = _Gained.apply(y, e)
-    return out
+    return _Gained.apply(y, e)
 
 
 class _Turned(torch.autograd.Function):

@@ -197,8 +197,7 @@ def _factored(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Factors) -> F
         return torch.addcmul(y, h @ f.B.to(dtype).t(), f.gain.to(dtype), value=f.scale)
     cast = f.A.dtype != dtype or f.B.dtype != dtype
     if cast and torch.is_grad_enabled() and (f.A.requires_grad or f.B.requires_grad or x.requires_grad):
-        out: Tensor = _LowRank.apply(y, x, f.A, f.B, f.scale)[0]
-        return out
+        return _LowRank.apply(y, x, f.A, f.B, f.scale)[0]
     # Without a cast, autograd keeps the same two tensors, and a call costs less.
     return torch.addmm(y, x @ f.A.to(dtype).t(), f.B.to(dtype).t(), alpha=f.scale)
 
@@ -207,8 +206,7 @@ def _around(y: Float[Tensor, "N m"], x: Float[Tensor, "N n"], f: Around) -> Floa
     if torch.is_grad_enabled():
         if y.numel() < SMALL:
             return _factored(y, x, f.plain())
-        out: Tensor = _Around.apply(y, x, f.start, f.delta, f.left, f.frozen, f.strength, f.scale)[0]
-        return out
+        return _Around.apply(y, x, f.start, f.delta, f.left, f.frozen, f.strength, f.scale)[0]
     if f.strength is not None:
         return _factored(y, x, f.plain())
     dtype = y.dtype

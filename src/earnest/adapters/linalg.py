@@ -82,5 +82,4 @@ def gathered(tensor: Tensor) -> Tensor:
     if not is_sharded(tensor):
         return tensor
     shards: Any = tensor
-    found: Tensor = shards.full_tensor().to(shards.device_mesh.device_type)
-    return found
+    return shards.full_tensor().to(shards.device_mesh.device_type)

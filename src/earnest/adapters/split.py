@@ -57,8 +57,7 @@ class Team:
 
     def whole_input(self, x: Tensor) -> Tensor:
         """x, which every rank has; its gradient becomes the sum of the ranks' gradients."""
-        found: Tensor = _SummedGradient.apply(x, self)
-        return found
+        return _SummedGradient.apply(x, self)
 
     def sum(self, tensor: Tensor) -> Tensor:
         """A new tensor: the sum over the team."""

@@ -103,8 +103,7 @@ def _recipe_verdict(recipe: str, overrides: list[str], quick: bool) -> Verdict:
     progress = Console(stderr=True)
     name, data = recipes.read(recipe, overrides)
     if "experiment" in data:
-        found: Verdict = recipes.experiments(name).check(data, overrides, quick=quick, console=progress)
-        return found
+        return recipes.experiments(name).check(data, overrides, quick=quick, console=progress)
     from earnest.config import from_mapping
 
     return runs.check(from_mapping(data, overrides), progress, quick=quick)

@@ -72,8 +72,7 @@ class Kinded(Strict, Generic[T]):
 
     def build(self) -> T:
         """The instance that the mapping describes. It is frozen and made once."""
-        found: T = self._built
-        return found
+        return self._built
 
     @model_serializer(mode="plain")
     def _flat(self) -> dict[str, Any]:

@@ -15,9 +15,8 @@ from pydantic import Field, ValidationInfo, field_validator, model_validator
 from earnest import plugins
 from earnest.adapters.variant import VARIANTS, Variant
 from earnest.config.kinds import Kinded, Strict, Whole, key_of
-from earnest.config.loop import LoopConfig
+from earnest.config.loop import LoopConfig, TaskConfig
 from earnest.config.replicas import SyncConfig, plan
-from earnest.config.task import TaskConfig
 from earnest.config.teacher import TeacherConfig
 from earnest.config.text import absolute, map_texts
 from earnest.data.dataset import DataSettings

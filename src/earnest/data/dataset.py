@@ -272,14 +272,12 @@ class _Rows:
     def read(self, index: int) -> dict[str, Any]:
         with self._files[self._file[index]].open("rb") as file:
             file.seek(self._offset[index])
-            found: dict[str, Any] = json.loads(file.readline())
-            return found
+            return json.loads(file.readline())
 
 
 def _plain_row(values: dict[str, Any]) -> dict[str, Any]:
     """The row as JSON can hold it: dates and the like become texts."""
-    plain: dict[str, Any] = json.loads(json.dumps(values, default=str))
-    return plain
+    return json.loads(json.dumps(values, default=str))
 
 
 def _key(value: object) -> bytes:

@@ -1,7 +1,5 @@
 """What can go wrong between replicas: errors for the user, and states from which a replica recovers by itself."""
 
-from __future__ import annotations
-
 from earnest.errors import EarnestError
 
 

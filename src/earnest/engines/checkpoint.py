@@ -96,8 +96,7 @@ def verify(folder: Path | str) -> dict[str, Any]:
             raise CheckpointError(
                 f"{path} is not the file that was written (missing or changed); use an earlier checkpoint."
             )
-    found: dict[str, Any] = json.loads((folder / META).read_text())
-    return found
+    return json.loads((folder / META).read_text())
 
 
 def read(

@@ -61,5 +61,4 @@ def _in_8_bits(parts: Mapping[str, Tensor]) -> Tensor:
     from torchao.optim.subclass_8bit import OptimState8bit
 
     signed = bool((parts["qmap"] < 0).any())
-    found: Tensor = OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)
-    return found
+    return OptimState8bit(parts["codes"], parts["scale"], parts["qmap"], signed, dtype=torch.float32)

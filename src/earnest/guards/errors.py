@@ -1,7 +1,5 @@
 """Errors and warnings of guards."""
 
-from __future__ import annotations
-
 from earnest.errors import EarnestError
 
 

@@ -3,8 +3,6 @@
 Names resolve when first used: importing this package imports neither torch nor transformers.
 """
 
-from __future__ import annotations
-
 from earnest_audit.lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(__name__)

@@ -69,8 +69,7 @@ class QuantisedLinear(nn.Module):
 
     def forward(self, input: Float[Tensor, "*B n"]) -> Float[Tensor, "*B m"]:
         shape = (self.out_features, self.in_features)
-        out: Tensor = _Product.apply(input, self.codes, self.scale, self.bias, shape)
-        return out
+        return _Product.apply(input, self.codes, self.scale, self.bias, shape)
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, {self.kind}, computes in {self.compute_dtype}"

@@ -1,7 +1,5 @@
 """``python -m earnest.mutation RESULTS.jsonl …``: scores and surviving mutants of stored runs, as markdown."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

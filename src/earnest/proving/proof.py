@@ -2,7 +2,7 @@
 
 The step is audited through the engine's own backward pass and update, guard and clipping included. The engine is
 bit-equal afterwards. Terms that are inactive by design when training begins (a KL at its reference, a barrier below
-its τ) are checked in a state in which they are active (``proving.activation``).
+its τ) are checked in a state in which they are active: a zero gradient does not show whether they work.
 """
 
 from __future__ import annotations
@@ -15,15 +15,17 @@ from dataclasses import replace
 import torch
 
 from earnest.engines.local import LocalEngine
-from earnest.objectives.base import Objective, Term
+from earnest.objectives.base import Objective, Term, Value
 from earnest.objectives.needs import SpectralNorm
 from earnest.proving import sharded
-from earnest.proving.activation import activation
+from earnest.proving.settings import rebuild
 from earnest.proving.step import step_of
 from earnest.signals.batch import Batch
 from earnest_audit import Finding, Verdict, audit
 from earnest_audit.laws import LAWS, liveness
+from earnest_audit.probe import Probe
 from earnest_audit.restore import remember
+from earnest_audit.step import Active, Step
 from earnest_audit.verdict import judged
 
 
@@ -117,3 +119,58 @@ def restored(engine: LocalEngine) -> Iterator[None]:
         engine.version, engine.objective_state, engine.outer = version, state, outer
         if guard:
             guard.load_state_dict(held)
+
+
+PERTURBATIONS = (0.05, 0.2, 0.5, 1.0)  # times a parameter's own rms, or a typical one
+CLEAR = 1e-3  # nats, or a singular value: well above the rounding of fp32
+
+
+def activation(engine: LocalEngine, objective: Objective, batch: Batch, step: Step) -> Active | None:
+    """The settings and the perturbation at which every inactive term is active; None if all terms are active. A
+    threshold becomes half of the measured value; if that value is 0, the adapter is perturbed first."""
+    terms = inactive(engine, objective, batch)
+    if not terms:
+        return None
+    probe = Probe(step)
+    settings, _ = _reached(engine, objective, batch, terms)
+    size = 0.0
+    if inactive(engine, rebuild(objective, settings), batch):
+        for size in PERTURBATIONS:
+            with probe.perturbed(size):
+                settings, least = _reached(engine, objective, batch, terms)
+            if least >= CLEAR:
+                break
+    return Active(settings, size, {term: _how(settings, term, size) for term in terms})
+
+
+def inactive(engine: LocalEngine, objective: Objective, batch: Batch) -> list[str]:
+    """The live terms that have a zero gradient on this batch, and for which that can be by design."""
+    may = {w.term.label for w in objective.live() if "inactive_at_source" in w.term.laws}
+    if not may:
+        return []
+    parts = Objective(tuple(w for w in objective.live() if w.term.label in may))
+    return [label for label, (norm, _) in engine.gradient_shares(batch, parts).items() if norm == 0]
+
+
+def _reached(
+    engine: LocalEngine, objective: Objective, batch: Batch, terms: list[str]
+) -> tuple[dict[str, float], float]:
+    """Settings with thresholds that the values of ``terms`` exceed, and the smallest of those values."""
+
+    def values(of: Objective) -> dict[str, Value]:
+        state = {**of.initial_state(), **engine.objective_state}
+        return dict(of.evaluate(batch, engine.scalars(batch, of.needs(batch, state)), state).values)
+
+    found = values(objective)
+    settings: dict[str, float] = {}
+    for term in (w.term for w in objective.terms if w.term.label in terms):
+        reached = term.activated({n: m.value for n, m in found[term.label].metrics.items()})
+        changed = {k: v for k, v in vars(reached).items() if v != getattr(term, k)}
+        settings |= {f"{term.label}.{name}": value for name, value in changed.items()}
+    now = values(rebuild(objective, settings))
+    return settings, min(abs(float(now[term].loss)) for term in terms)
+
+
+def _how(settings: dict[str, float], term: str, size: float) -> str:
+    moved = [f"{k.partition('.')[2]} = {v:.3g}" for k, v in settings.items() if k.startswith(f"{term}.")]
+    return " and ".join((["after a perturbation"] if size else []) + [f"with {m}" for m in moved])

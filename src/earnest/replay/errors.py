@@ -1,7 +1,5 @@
 """What stops a replay."""
 
-from __future__ import annotations
-
 from earnest.errors import EarnestError
 
 

@@ -1,14 +1,17 @@
-"""The report of a replay as JSON and as a page: the pairs, what was dropped and why with examples, and the costs."""
+"""The report of a replay as JSON and as a page: the pairs, what was dropped and why with examples, and the costs;
+and the progress while it runs."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from earnest.disk import write_json, write_text
@@ -180,3 +183,24 @@ def _costs(data: Mapping[str, Any]) -> list[list[str]]:
         [who, *(f"{cost[name]:,}" for name in COUNTED), "–" if cost["dollars"] is None else f"{cost['dollars']:.4f}"]
         for who, cost in data["costs"].items()
     ]
+
+
+@contextmanager
+def stage_bars(out: Console) -> Iterator[Callable[[str, int, int], None]]:
+    """Inside the block: a function that is called with (stage, done, total) while the job runs."""
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    bars: dict[str, Any] = {}
+    tenths: dict[str, int] = {}
+    with Progress(*columns, TimeRemainingColumn(), console=out, disable=not out.is_terminal) as progress:
+
+        def show(stage: str, done: int, total: int) -> None:
+            tenth = 10 * done // total if total else 0
+            if not out.is_terminal and tenths.get(stage) != tenth:
+                tenths[stage] = tenth
+                out.print(f"{stage}: {done}/{total}" if total else f"{stage} …", highlight=False, markup=False)
+            elif out.is_terminal and total:
+                if stage not in bars:
+                    bars[stage] = progress.add_task(stage, total=total)
+                progress.update(bars[stage], completed=done)
+
+        yield show

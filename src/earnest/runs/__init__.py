@@ -1,7 +1,5 @@
 """Runs: start one from its config, stop it, resume it bit for bit. Everything that it writes is in its folder."""
 
-from __future__ import annotations
-
 from earnest_audit.lazy import lazy
 
 __getattr__, __dir__, __all__ = lazy(__name__)

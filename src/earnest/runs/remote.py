@@ -31,26 +31,27 @@ def check(config: RunConfig, objective: Objective) -> None:
     for key, why in reasons.items():
         if config.changed(key):
             raise ConfigError(f"{key}: with engine.kind tinker {why}; leave it out.")
-    if config.check:
-        raise ConfigError(
-            "check: the laws read gradients, which a Tinker service does not show; set check: false, and audit the "
-            "same recipe with engine.kind local."
-        )
-    if config.shares_every and len(list(objective.live())) > 1:
-        raise ConfigError("shares_every: shares are read from gradients, which a service does not show; set it to 0.")
-    if config.sampling.temperature != 1:
-        raise ConfigError(
-            f"sampling.temperature: a service's log-probs are at temperature 1, so ratios need samples at 1, not "
-            f"{config.sampling.temperature:g}."
-        )
-    if config.replicated or config.sampling.workers:
-        raise ConfigError("replicas, store, sampling.workers: a Tinker service is its own cluster; leave them out.")
-    adapter = config.adapter
-    if adapter.kind != "lora" or adapter.targets is not None or adapter.layers is not None or adapter.modules_to_save:
-        raise ConfigError(
-            "adapter: a Tinker service trains a LoRA on all linear layers; use kind lora, without targets, layers and "
-            "modules_to_save."
-        )
+    adapter, temperature, teacher = config.adapter, config.sampling.temperature, config.teacher
+    elsewhere = adapter.targets is not None or adapter.layers is not None or adapter.modules_to_save
+    for refused, message in (
+        (config.check, "check: the laws read gradients, which a Tinker service does not show; set check: false, and "
+            "audit the same recipe with engine.kind local."),
+        (config.shares_every and len(list(objective.live())) > 1,
+            "shares_every: shares are read from gradients, which a service does not show; set it to 0."),
+        (temperature != 1, "sampling.temperature: a service's log-probs are at temperature 1, so ratios need samples "
+            f"at 1, not {temperature:g}."),
+        (config.replicated or config.sampling.workers,
+            "replicas, store, sampling.workers: a Tinker service is its own cluster; leave them out."),
+        (adapter.kind != "lora" or elsewhere, "adapter: a Tinker service trains a LoRA on all linear layers; use kind "
+            "lora, without targets, layers and modules_to_save."),
+        (config.optimizer.kind != "adamw",
+            f"optimizer.kind: a Tinker service steps with adamw, not {config.optimizer.kind}."),
+        (teacher.outside, f"teacher.kind: a Tinker service has no {teacher.kind} teacher; use live, base or ema."),
+        (teacher.kind == "trust_region",
+            "teacher.kind: trust_region mixes logits, which a service does not send; use live, base or ema."),
+    ):  # fmt: skip
+        if refused:
+            raise ConfigError(message)
     from earnest.engines.tinker.engine import ALPHA
 
     variant = adapter.build()
@@ -59,16 +60,6 @@ def check(config: RunConfig, objective: Objective) -> None:
         raise ConfigError(
             f"adapter: a Tinker service's LoRA has a rank, alpha {ALPHA:g} and nothing else to set, not {variant!r}; "
             f"set adapter.alpha={ALPHA:g} and leave the rest out."
-        )
-    if config.optimizer.kind != "adamw":
-        raise ConfigError(f"optimizer.kind: a Tinker service steps with adamw, not {config.optimizer.kind}.")
-    if config.teacher.outside:
-        raise ConfigError(
-            f"teacher.kind: a Tinker service has no {config.teacher.kind} teacher; use live, base or ema."
-        )
-    if config.teacher.kind == "trust_region":
-        raise ConfigError(
-            "teacher.kind: trust_region mixes logits, which a service does not send; use live, base or ema."
         )
 
 

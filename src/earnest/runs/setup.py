@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -17,12 +18,12 @@ from earnest.engines.base import AdapterLike, Engine
 from earnest.engines.estimator import check_terms
 from earnest.engines.mesh import Mesh
 from earnest.errors import ConfigError
+from earnest.guards import DirectionGuard, Directions, Erase, Route, directions_from_gradients, read_triples
 from earnest.models import Policy, load
 from earnest.models.protocol import PolicyLike
 from earnest.objectives import Objective
 from earnest.objectives.preference import Preference
 from earnest.rollouts.attempts import Sample
-from earnest.runs.guarding import guard_of
 from earnest.runs.own_data import OwnData
 from earnest.runs.sampling import samplers_of
 from earnest.seeds import derive
@@ -252,3 +253,29 @@ def adapted(config: RunConfig, task: Task | Environment | None, say: Callable[[s
         modules_to_save=config.adapter.modules_to_save,
     )
     return policy, adapter
+
+
+def guard_of(config: RunConfig, policy: Policy, adapter: Adapter, objective: Objective) -> DirectionGuard | None:
+    """The guard; None without ``guard:``. Directions from triples use the run's objective, temperature and length."""
+    wanted = config.guard
+    if wanted is None:
+        return None
+    kind = Route if wanted.kind == "route" else Erase
+    settings: dict[str, Any] = {name: getattr(wanted, name) for name in ("gate", "overshoot", "preserve", "at")}
+    if wanted.directions is not None:
+        return kind(Directions.load(wanted.directions), **settings)
+    assert wanted.triples is not None
+    triples = read_triples(wanted.triples)
+    bare = LocalEngine(policy, adapter, config.optimizer.build(), micro_tokens=config.micro_tokens)
+
+    sampling = config.sampling
+    how: dict[str, Any] = {"temperature": sampling.temperature, "max_length": sampling.max_new_tokens}
+    how |= {"top": wanted.top, "floor": wanted.floor}
+    extract = functools.partial(directions_from_gradients, bare, triples, objective, **how)
+    if wanted.refresh and config.replicas > 1:
+        raise ConfigError(
+            f"guard.refresh: {config.replicas} replicas have different parameters between two synchronizations and "
+            "would extract different directions; set guard.refresh=0, or replicas=1"
+        )
+    again: dict[str, Any] = {"every": wanted.refresh, "extract": extract} if wanted.refresh else {}
+    return kind(extract(), **settings, **again)

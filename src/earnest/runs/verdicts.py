@@ -34,14 +34,8 @@ def add(run: Path, check: dict[str, Any]) -> None:
 def write(run: Path, verdict: Verdict, step: int, seconds: float) -> None:
     """Write the verdict. Findings that do not apply to this run are counted, not listed."""
     checks = [
-        {
-            "law": f.law,
-            "subject": f.subject,
-            "measured": f.measured,
-            "expected": f.expected,
-            "outcome": f.outcome,
-            "detail": f.meaning if f.outcome != "holds" else "",
-        }
+        {name: getattr(f, name) for name in ("law", "subject", "measured", "expected", "outcome")}
+        | {"detail": f.meaning if f.outcome != "holds" else ""}
         for f in verdict.findings
         if f.outcome != "not applicable"
     ]

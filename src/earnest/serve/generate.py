@@ -111,8 +111,7 @@ def _policy_version(state: State, lease: Lease) -> int | None:
     """The version of a pushed adapter at its trainer, where the trainer gave it."""
     if lease.row is None or not lease.version:
         return None
-    found: int | None = state.store.version(lease.row, lease.version).record.get("policy_version")
-    return found
+    return state.store.version(lease.row, lease.version).record.get("policy_version")
 
 
 def _completion(body: GenerateRequest) -> _Tokens:

@@ -142,8 +142,7 @@ def check_limits(config: LearnConfig, own: LearnConfig, limits: LearnLimits) -> 
 def made_with(store: ServerStore, row: AdapterRow) -> Mapping[str, Any]:
     """The settings that the live version was made with; none for version 0 and for an adapter that was pushed."""
     known = row.live > 0 and row.origin != PUSHED
-    found: Mapping[str, Any] = store.version(row, row.live).record.get("config", {}) if known else {}
-    return found
+    return store.version(row, row.live).record.get("config", {}) if known else {}
 
 
 def check_adapter(row: AdapterRow, made: Mapping[str, Any], config: LearnConfig) -> None:

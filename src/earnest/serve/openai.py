@@ -19,13 +19,12 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 from starlette.concurrency import run_in_threadpool
 
-from earnest.serve.choices import chat_logprobs, text_logprobs
 from earnest.serve.completing import CompletionWork, awaitable, begin, cancel, keep, keep_rest, submit, wait
 from earnest.serve.errors import BadRequest, Conflict, error_response, no_completion
 from earnest.serve.keys import Who
 from earnest.serve.rows import AdapterRow
 from earnest.serve.state import State
-from earnest.serve.text import IncrementalText
+from earnest.serve.text import IncrementalText, Text
 from earnest.serve.tool_wire import CallStream, message_of
 from earnest.serve.wire import ERRORS, ChatRequest, ScoreRequest, TextRequest
 
@@ -283,3 +282,37 @@ async def _stream(
             work.state.later(keep_rest(work, submitted, stack))
         else:
             stack.close()
+
+
+def chat_logprobs(text: Text, done: Done) -> dict[str, Any]:
+    """{"content": [{token, logprob, bytes, top_logprobs}, …]}, one per token, with the token that ends the turn."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": text.decode([token], special=True), "logprob": logprob, "bytes": text.bytes_of(token)}
+
+    tops = done.tops or ((),) * len(done.tokens)
+    content = [
+        {**entry(token, logprob), "top_logprobs": [entry(t, v) for t, v in top]}
+        for token, logprob, top in zip(done.tokens, done.logprobs, tops, strict=True)
+    ]
+    return {"content": content, "refusal": None}
+
+
+def text_logprobs(text: Text, done: Done, echo: dict[str, Any] | None, start: int = 0) -> dict[str, Any]:
+    """{"tokens", "token_logprobs", "top_logprobs", "text_offset"}, with those of an echoed prompt first; ``start`` is
+    the offset of the first token, if earlier chunks were sent."""
+    front = [] if echo is None else list(echo["tokens"])
+    values: list[float | None] = [] if echo is None else list(echo["logprobs"])
+    said = [text.decode([t], special=True) for t in [*front, *done.tokens]]
+    tops: list[dict[str, float] | None] = [None] * len(front)
+    tops += [{text.decode([t], special=True): v for t, v in top} for top in done.tops or ((),) * len(done.tokens)]
+    offsets, place = [], start
+    for word in said:
+        offsets.append(place)
+        place += len(word)
+    return {
+        "tokens": said,
+        "token_logprobs": [*values, *done.logprobs],
+        "top_logprobs": tops,
+        "text_offset": offsets,
+    }

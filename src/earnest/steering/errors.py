@@ -1,7 +1,5 @@
 """Errors of steering."""
 
-from __future__ import annotations
-
 from earnest.errors import EarnestError
 
 

@@ -89,8 +89,7 @@ class OpenEnvSession:
         answer = json.loads(await self.socket.recv())
         if answer.get("type") == "error":
             raise OpenEnvError(self.url, answer.get("data") or {})
-        found: Mapping[str, Any] = answer.get("data") or {}
-        return found
+        return answer.get("data") or {}
 
     async def close(self) -> None:
         await self.socket.close()

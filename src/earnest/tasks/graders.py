@@ -190,8 +190,7 @@ class Json(Checked):
             raise ConfigError(f"grade.schema: {self.schema} cannot be read as JSON: {error}.") from None
         except jsonschema.SchemaError as error:
             raise ConfigError(f"grade.schema: {self.schema} is no JSON schema: {error.message}.") from None
-        found: Callable[[Any], Iterator[Any]] = jsonschema.validators.validator_for(read)(read).iter_errors
-        return found
+        return jsonschema.validators.validator_for(read)(read).iter_errors
 
     def __call__(self, row: Row, completion: str) -> Grade:
         try:

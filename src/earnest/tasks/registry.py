@@ -42,8 +42,7 @@ def get_task(name: str, settings: Mapping[str, Any] | None = None) -> Task:
     family, _, rest = name.partition("/")
     families = {"reasoning_gym": external_reasoning_gym, "verifiers": external_verifiers, "openenv": external_openenv}
     if family in families and rest:
-        loaded: Task = families[family].load(rest, given)
-        return loaded
+        return families[family].load(rest, given)
     if name == from_data.NAME:
         return from_data.load(given)
     if ":" in name:

@@ -172,8 +172,7 @@ class _Worker:
             wire.write(self.process.stdin, request)
             waiting.register(self.process.stdout, selectors.EVENT_READ)
             if waiting.select(seconds):
-                found: dict[str, Any] | None = wire.read(self.process.stdout)
-                return found
+                return wire.read(self.process.stdout)
         return None
 
     def end(self) -> None:

@@ -187,8 +187,7 @@ def get_executor(on: str) -> Executor:
     if name not in EXECUTORS:
         raise ExecutorError(f"--on {on}: executor {name!r} is unknown: {nearest(name, EXECUTORS)}")
     module, _, cls = EXECUTORS[name].partition(":")
-    made: Executor = getattr(importlib.import_module(module), cls)(option)
-    return made
+    return getattr(importlib.import_module(module), cls)(option)
 
 
 def supervise(

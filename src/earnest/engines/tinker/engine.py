@@ -29,9 +29,8 @@ from earnest.engines.estimator import demand_ratio
 from earnest.engines.optimizers import AdamW, Optimizer
 from earnest.engines.reports import Pass, StepReport, UpdateReport, report_of
 from earnest.engines.tinker import client as remote
-from earnest.engines.tinker.adapter import RemoteAdapter
 from earnest.engines.tinker.columns import Columns, Estimator, plan
-from earnest.engines.tinker.policy import RemotePolicy
+from earnest.engines.tinker.policy import RemoteAdapter, RemotePolicy
 from earnest.engines.tinker.samples import RemoteSample, ScalarSample, TopKSample, batch_of
 from earnest.engines.tinker.scoring import score
 from earnest.engines.tinker.teachers import AnyTeacher, RemoteEMA, RemoteTeacher
