@@ -109,7 +109,6 @@ class Engine(Protocol):
     @property
     def local(self) -> LocalEngine | None:
         """This engine if its weights are in this process, else None. Proofs and replicas need it."""
-        ...
 
     @property
     def policy(self) -> PolicyLike: ...
@@ -126,44 +125,33 @@ class Engine(Protocol):
     @property
     def learning_rate(self) -> float:
         """The rate of the newest update; lr before the first."""
-        ...
 
     def plan(self, t: int, total: int) -> None:
         """The next update is number ``t`` (from 1) of ``total``: it has the schedule's rate of that number."""
-        ...
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt by the live policy, prompt by prompt, with their exact log-probs."""
-        ...
 
     def score(self, batch: Batch, want: Wanted, policy: Who = "live") -> Tensor | Distribution:
         """Log-probs or distributions at the batch's active tokens, without a gradient."""
-        ...
 
     def scalars(self, batch: Batch, needs: Sequence[Need]) -> Scalars:
         """The whole batch's per-token scalars, without a graph."""
-        ...
 
     def backward(self, batch: Batch, weights: Mapping[Need, Tensor]) -> None:
         """Add Σ weights · ∂scalars/∂θ to the gradients; ``weights`` have the layout that ``scalars`` returns."""
-        ...
 
     def update(self) -> UpdateReport:
         """Clip, optimizer, guard, outer sync, in this order; ``version`` increases by 1."""
-        ...
 
     def step(self, batch: Batch, objective: Objective | Term, *, shares: bool = False) -> StepReport:
         """Scalars, objective, backward and update. ``shares`` also measures each term's own gradient norm."""
-        ...
 
     def gradients(self, batch: Batch, objective: Objective | Term) -> dict[str, Tensor]:
         """The gradient by every trainable parameter; the engine is unchanged afterwards."""
-        ...
 
     def save(self, folder: Path | str) -> Path:
         """Write everything that the next step depends on; the folder is complete or not there."""
-        ...
 
     def load(self, folder: Path | str) -> None:
         """Continue from what ``save`` wrote."""
-        ...

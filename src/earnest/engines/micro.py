@@ -74,19 +74,16 @@ def shared(part: Micro, team: Team) -> Micro:
     return Micro(part.batch.rows(rows), part.token[places], part.layout, spare, Together(part, places, team))
 
 
+@dataclass(eq=False)
 class Layouts:
     """Cuts batches for one policy on one mesh. ``pack``: True packs rows, False pads them, None: as it is cheaper.
     ``team``: the ranks that compute the hidden states of a micro-batch together. ``attention``: that of packed rows."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        mesh: Mesh,
-        pack: bool | None,
-        team: Team | None = None,
-        attention: Attention | None = None,
-    ) -> None:
-        self.policy, self.mesh, self.pack, self.team, self.attention = policy, mesh, pack, team, attention
+    policy: Policy
+    mesh: Mesh
+    pack: bool | None
+    team: Team | None = None
+    attention: Attention | None = None
 
     @cached_property
     def packing(self) -> Packer | str:

@@ -34,7 +34,6 @@ class PolicyLike(Protocol):
     @property
     def positions(self) -> int | None:
         """The longest sequence in tokens that the model reads; None if it declares no limit."""
-        ...
 
     @property
     def head(self) -> HeadSpec: ...

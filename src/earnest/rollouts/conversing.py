@@ -6,12 +6,12 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, ClassVar, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Literal, Protocol
 
 from earnest.errors import ConfigError, EarnestError, SamplingError
 from earnest.models import SampleSpec
@@ -28,9 +28,9 @@ from earnest.settings import Checked, FieldProblem, setting
 from earnest.signals.scorer import Scorer
 from earnest.tasks import Ending, Environment, Grade, GraderErrors, Message, Prompt, StepResult, TaskError
 from earnest.tasks.grading import DEFAULT_MAX_ERROR_SHARE, TIME_LIMIT
+from earnest.tasks.playing import run_to_end
 
 _log = logging.getLogger(__name__)
-T = TypeVar("T")
 _THREADS = 64  # calls of asyncio.to_thread at the same time
 
 ReadMessage = Callable[[PolicyLike, Sequence[int], Sequence[int]], Message]
@@ -119,7 +119,7 @@ def converse(
     if read is None:
         read = partial(read_message, tools=environment.tools) if environment.tools else plain_message
     with _sampler(engine, spec, turns, len(prompts) * n * spec.max_new_tokens, sample) as sampler:
-        found = _wait(_Talk(engine.policy, environment, spec, turns, sampler, read).run(prompts, n))
+        found = run_to_end(_Talk(engine.policy, environment, spec, turns, sampler, read).run(prompts, n))
     _check_errors(environment, found.attempts, max_errors)
     return found
 
@@ -271,13 +271,3 @@ def _check_errors(environment: Environment, attempts: Sequence[Attempt], most: f
             f"the allowed share of {most:g}; first: {errors[0].grade.extras['error']}, on prompt "
             f"{errors[0].prompt.id}. Fix the environment, or raise max_grader_errors."
         )
-
-
-def _wait(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end; in another thread if this one already has a running event loop."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, work).result()

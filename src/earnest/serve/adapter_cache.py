@@ -35,12 +35,10 @@ class AdapterCache:
 
     def acquire(self, key: str, load: Callable[[str], Adapter]) -> Adapter:
         """The adapter of ``key``, in use until ``release``. ``load(key)`` attaches it under that name."""
-        found = self._use(key)
-        if found is not None:
+        if (found := self._use(key)) is not None:
             return found
         with self.host.turn("load"):
-            found = self._use(key)  # another thread may have loaded it meanwhile
-            if found is not None:
+            if (found := self._use(key)) is not None:  # another thread may have loaded it meanwhile
                 return found
             self._evict(self.capacity - 1)
             adapter = load(key)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from starlette.responses import JSONResponse
@@ -21,19 +22,15 @@ TINKER_BODY = 64 << 20
 SLOWEST = 16384.0  # bytes per second that a body must arrive with, after its first seconds
 
 
+@dataclass(eq=False)
 class RequestLimits:
     """ASGI middleware."""
 
-    def __init__(
-        self,
-        app: ASGIApp,
-        max_body: int,
-        body_wait: float,
-        loopback_only: bool,
-        larger: Mapping[str, int] | None = None,
-    ) -> None:
-        self.app, self.max_body, self.loopback_only = app, max_body, loopback_only
-        self.larger, self.body_wait = larger or {}, body_wait
+    app: ASGIApp
+    max_body: int
+    body_wait: float
+    loopback_only: bool
+    larger: Mapping[str, int]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":

@@ -2,6 +2,7 @@
 
 from earnest.signals.advantages import Advantages as Advantages
 from earnest.signals.advantages import advantages as advantages
+from earnest.signals.advantages import pairs_of as pairs_of
 from earnest.signals.advantages import with_advantages as with_advantages
 from earnest.signals.advantages import with_credit as with_credit
 from earnest.signals.batch import ROLES as ROLES
@@ -18,7 +19,6 @@ from earnest.signals.ema import EMATeacher as EMATeacher
 from earnest.signals.lessons import Lesson as Lesson
 from earnest.signals.lessons import lessons as lessons
 from earnest.signals.lessons import strip_thinking as strip_thinking
-from earnest.signals.pairs import pairs_of as pairs_of
 from earnest.signals.reference import with_reference as with_reference
 from earnest.signals.teachers import BaseTeacher as BaseTeacher
 from earnest.signals.teachers import LiveTeacher as LiveTeacher

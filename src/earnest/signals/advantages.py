@@ -110,3 +110,19 @@ def with_credit(
 
 def _group_sum(values: Float[Tensor, " R"], place: Int[Tensor, " R"], groups: int) -> Float[Tensor, " G"]:
     return torch.zeros(groups, dtype=values.dtype, device=values.device).index_add(0, place, values)
+
+
+def pairs_of(rewards: Sequence[float], group: Sequence[int], at_most: int = 1) -> list[tuple[int, int]]:
+    """(better, worse) indices of rollouts of one group, largest difference first, each rollout in at most one pair.
+
+    Rollouts of equal reward make no pair.
+    """
+    members: dict[int, list[int]] = {}
+    for i, g in enumerate(group):
+        members.setdefault(g, []).append(i)
+    found: list[tuple[int, int]] = []
+    for own in members.values():
+        ranked = sorted(own, key=lambda i: -rewards[i])
+        couples = zip(ranked[: len(ranked) // 2], reversed(ranked), strict=False)
+        found += [(a, b) for a, b in couples if rewards[a] > rewards[b]][:at_most]
+    return found

@@ -41,7 +41,6 @@ class TeacherPolicy(Protocol):
 
         ``informed`` are rows of feedback-conditioned prompts, ``own`` the student's rows with the same completions.
         """
-        ...
 
 
 Scores = tuple[Distribution, None]

@@ -107,19 +107,15 @@ class Sampler(Protocol):
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """log π(token_t | token_<t) for t ≥ 1 at temperature 1, row after row."""
-        ...
 
     def sample(self, prompts: Sequence[Sequence[int]], n: int, spec: SampleSpec) -> list[Rollout]:
         """``n`` completions of every prompt, prompt by prompt."""
-        ...
 
     def restart(self) -> None:
         """Start the process again if the trainer can; else raise ``SamplingError``."""
-        ...
 
     def close(self) -> None:
         """End the process, or remove what was pushed to it."""
-        ...
 
 
 @runtime_checkable
@@ -139,7 +135,6 @@ class Interruptible(Protocol):
     ) -> list[Rollout]:
         """``n`` completions of every prompt, of at most ``limits`` tokens each. Once ``outdated`` returns True they are
         ended; those that were not finished have the finish "length" and the tokens so far, which may be none."""
-        ...
 
 
 class SamplerEngine:

@@ -57,7 +57,6 @@ class Task(Protocol):
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         """``count`` prompts, the same for the same seed, without repetition while the task has new questions."""
-        ...
 
     def grade(self, prompt: Prompt, completion: str) -> Grade: ...
 

@@ -72,26 +72,21 @@ class Environment(Protocol):
     @property
     def tools(self) -> Sequence[Mapping[str, Any]]:
         """JSON schemas of the tools that the policy can call, for the chat template; empty if there are none."""
-        ...
 
     def prompts(self, split: Split, count: int, seed: int) -> list[Prompt]:
         """``count`` prompts, the same for the same seed, without repetition while the task has new questions."""
-        ...
 
     async def reset(self, prompt: Prompt, seed: int) -> Opening:
         """Start a conversation. Everything random in it must follow from ``seed``."""
-        ...
 
     async def step(self, state: Any, message: Message) -> StepResult:
         """Reply to the policy's message. A tool that fails is a reply, not an exception."""
-        ...
 
     async def grade(self, state: Any, ending: Ending) -> Grade:
         """The grade of the whole conversation; its reward is added to those of the turns.
 
         It is called once at the end of each conversation, so it may also release what the state holds.
         """
-        ...
 
 
 def is_environment(task: object) -> TypeIs[Environment]:
