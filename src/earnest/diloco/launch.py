@@ -27,6 +27,7 @@ from earnest.diloco.signing import signatures
 from earnest.errors import ConfigError
 from earnest.report.watch import FALLING, RunWatch
 from earnest.runs import ranks, verdicts
+from earnest.runs.best import mean_of
 from earnest.runs.folder import RunFolder, default_place, require_free
 from earnest.runs.lifecycle import Finished, complete
 from earnest.runs.loop import TrainingLoop
@@ -309,14 +310,9 @@ def _merged(lines: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     nothing: dict[str, Any] = {"loss": None, "terms": {}, "skipped": [], "idle": {}, "passes": None}
     merged = nothing | {"grad_norm": None, "update_norm": None, "lr": None} | (dict(lines[0]) if lines else {})
     for name in ("loss", "grad_norm", "update_norm"):
-        merged[name] = _mean([line[name] for line in lines])
+        merged[name] = mean_of([line[name] for line in lines])
     terms = {label: dict(term) for line in reversed(lines) for label, term in line["terms"].items()}
     for label, term in terms.items():
-        term["loss"] = _mean([line["terms"][label]["loss"] for line in lines if label in line["terms"]])
+        term["loss"] = mean_of([line["terms"][label]["loss"] for line in lines if label in line["terms"]])
     reasons = [line.get("learned_nothing") for line in lines]
     return merged | {"terms": terms, "learned_nothing": reasons[0] if reasons and None not in reasons else None}
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    there = [v for v in values if v is not None]
-    return sum(there) / len(there) if there else None

@@ -6,7 +6,7 @@ Everything is a function of the lines of metrics.jsonl, so a resumed run has the
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from earnest.config.loop import FALLING, BestConfig
@@ -37,7 +37,7 @@ class Best:
         if name.startswith(STEP):
             if not steps:
                 return False
-            value = _mean([_of_step(step, name.removeprefix(STEP)) for step in steps])
+            value = mean_of([_of_step(step, name.removeprefix(STEP)) for step in steps])
         else:
             value = _of_evaluation(line, name)
         if line["step"] == 0:
@@ -97,6 +97,7 @@ def _finite(value: Any) -> float | None:
     return None if value is None or not math.isfinite(value) else float(value)
 
 
-def _mean(values: list[float | None]) -> float | None:
+def mean_of(values: Sequence[float | None]) -> float | None:
+    """The mean of the values that are there; None without any."""
     there = [v for v in values if v is not None]
     return sum(there) / len(there) if there else None

@@ -8,10 +8,8 @@ until the next push, and its rows are sampled again.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from earnest.engines.local import LocalEngine
 from earnest.errors import SamplingError
@@ -26,20 +24,11 @@ HEALTH = 30.0
 """Seconds between two checks of an actor that works, and seconds that it may take to answer one."""
 
 
-class Actor:
+class Actor(SamplerEngine):
     """In the actor's process. ``make`` builds the engine there."""
 
     def __init__(self, make: Callable[[], LocalEngine]) -> None:
-        self.engine = SamplerEngine(make())
-
-    def push(self, version: int, state: Mapping[str, Tensor]) -> None:
-        self.engine.push(version, state)
-
-    def score(self, rows: list[list[int]]) -> list[float]:
-        return self.engine.score(rows)
-
-    def sample(self, prompts: list[list[int]], n: int, spec: SampleSpec) -> list[Rollout]:
-        return self.engine.sample(prompts, n, spec)
+        super().__init__(make())
 
     def process(self) -> int:
         return os.getpid()
