@@ -95,10 +95,8 @@ def clean(data: Any) -> Any:
 
 
 class JsonLines:
-    """A JSONL file that is appended to line by line; a checkpoint stores its length.
-
-    ``check`` converts a record into the line's data, and raises if it must not be written.
-    """
+    """A JSONL file that is appended to line by line; a checkpoint stores its length. ``check`` converts a record into
+    the line's data, and raises if it must not be written."""
 
     def __init__(self, path: Path, check: Callable[[Mapping[str, Any]], Mapping[str, Any]] = dict) -> None:
         self.path = path

@@ -84,10 +84,8 @@ class Client:
         name: str = "",
         read: Callable[[httpx.Response], Any] = read_json,
     ) -> Answer:
-        """Send ``body`` (bytes as they are, anything else as JSON) until ``read`` can use the answer.
-
-        Raises ``Refused`` at once for an error status outside ``AGAIN``, and ``NoAnswer`` after the last try.
-        """
+        """Send ``body`` (bytes as they are, anything else as JSON) until ``read`` can use the answer. Raises
+        ``Refused`` at once for an error status outside ``AGAIN``, and ``NoAnswer`` after the last try."""
         import httpx
 
         sent: dict[str, Any] = {"json": body} if body is not None and not isinstance(body, bytes) else {}

@@ -15,11 +15,8 @@ T = TypeVar("T")
 
 
 class Registry(MutableMapping[str, T]):
-    """All items of one sort by name.
-
-    The first read imports every module of the package ``folder`` (empty: none), so a file in that folder need not be
-    listed anywhere, and then the installed plug-ins.
-    """
+    """All items of one sort by name. The first read imports every module of the package ``folder`` (empty: none), so a
+    file in that folder need not be listed anywhere, and then the installed plug-ins."""
 
     def __init__(self, sort: str, folder: str, error: type[EarnestError]) -> None:
         self.sort, self.folder, self.error = sort, folder, error
@@ -28,10 +25,8 @@ class Registry(MutableMapping[str, T]):
         self._searched: tuple[str, ...] | None = None
 
     def add(self, name: str, item: T, *, own: bool | None = None) -> None:
-        """Register ``item`` as ``name``; raises if the name is taken.
-
-        ``own``: whether the item is part of earnest; None: it is if its class is defined in earnest.
-        """
+        """Register ``item`` as ``name``; raises if the name is taken. ``own``: whether the item is part of earnest;
+        None: it is if its class is defined in earnest."""
         cls = item if isinstance(item, type) else type(item)
         own = cls.__module__.startswith("earnest.") if own is None else own
         if not own:

@@ -199,10 +199,8 @@ class Checked:
 
 
 def make(cls: type[T], values: Mapping[str, Any]) -> T:
-    """``cls(**values)`` from what YAML holds: lists become tuples, and mappings the nested dataclasses.
-
-    An unknown, missing or illegal key raises ``FieldProblem``.
-    """
+    """``cls(**values)`` from what YAML holds: lists become tuples, and mappings the nested dataclasses. An unknown,
+    missing or illegal key raises ``FieldProblem``."""
     declared = {name: what for name, _, what in settings(cls)}
     known = {f.name: f for f in fields(cls) if f.init}  # type: ignore[arg-type]  # T is a dataclass
     made: dict[str, Any] = {}

@@ -89,10 +89,8 @@ class Traffic:
 
 @dataclass
 class Bucket:
-    """A prefix in a store, for one writer. ``patience``: seconds without an answer after which it raises.
-
-    ``prefix``: of all keys, which have it in the store only.
-    """
+    """A prefix in a store, for one writer. ``patience``: seconds without an answer after which it raises. ``prefix``:
+    of all keys, which have it in the store only."""
 
     store: Store
     url: str = "memory:"

@@ -152,10 +152,8 @@ class Adapter:
 
     @property
     def merging_exact(self) -> bool:
-        """Whether the merged policy is the trained one: in fp32, or if all layers replace their parameters.
-
-        In 16 bits the merged weight of a low-rank update is rounded, and the unmerged layer does not round it.
-        """
+        """Whether the merged policy is the trained one: in fp32, or if all layers replace their parameters. In 16 bits
+        the merged weight of a low-rank update is rounded, and the unmerged layer does not round it."""
         return all(slot.replaces or slot.layer.dtype == torch.float32 for slot in self.slots.values())
 
     def merging_pays(self, tokens: int) -> bool:
@@ -171,12 +169,9 @@ class Adapter:
         return tokens * sum(x.m + x.n for x in layers) >= sum(x.m * x.n for x in layers)
 
     def merge(self) -> None:
-        """Write W', the map that the layer computes now with all its active adapters: in fp32, rounded once.
-
-        The base's own tensors are kept, and unmerge() puts the same objects back. Other modules that share a tied
-        weight keep the base's value, unless the adapter trains the weight itself. Merged layers run only without a
-        gradient.
-        """
+        """Write W', the map that the layer computes now with all its active adapters: in fp32, rounded once. The base's
+        own tensors are kept, and unmerge() puts the same objects back. Other modules that share a tied weight keep the
+        base's value, unless the adapter trains the weight itself. Merged layers run only without a gradient."""
         self._require_attached()
         if self._merged is not None:
             raise AdapterError(f"adapter {self.name!r} is merged already")

@@ -291,11 +291,9 @@ def _freeze(base: list[nn.Parameter]) -> Callable[[], None]:
 
 
 def _hook_reentrant(model: nn.Module) -> Callable[[], None]:
-    """Make the embedding's output require a gradient while reentrant checkpointing is on.
-
-    Reentrant checkpointing drops the gradient if no *input* requires one, as with a frozen base. Every training forward
-    looks again, because checkpointing may be switched on later.
-    """
+    """Make the embedding's output require a gradient while reentrant checkpointing is on. Reentrant checkpointing drops
+    the gradient if no *input* requires one, as with a frozen base. Every training forward looks again, because
+    checkpointing may be switched on later."""
     get = getattr(model, "get_input_embeddings", None)
     embed = get() if callable(get) else None
     blocks = [m for m in model.modules() if hasattr(m, "gradient_checkpointing")]

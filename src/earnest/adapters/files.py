@@ -79,10 +79,8 @@ def shared_tensors(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def save_adapter(adapter: Adapter, folder: Path, base_model: str | None) -> Path:
-    """Write both pairs of files, at the adapter's current scale.
-
-    If PEFT has no exact form, its pair is left out, and earnest's JSON gives the reason.
-    """
+    """Write both pairs of files, at the adapter's current scale. If PEFT has no exact form, its pair is left out, and
+    earnest's JSON gives the reason."""
     folder.mkdir(parents=True, exist_ok=True)
     base_model = base_model or loaded_from(adapter.model)
     if adapter.variant.uses("replace"):

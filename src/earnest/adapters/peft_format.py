@@ -109,9 +109,7 @@ def peft_files(
     adapter: Adapter, shared: Mapping[str, Tensor], base_model: str | None
 ) -> tuple[tuple[dict[str, Any], dict[str, Tensor]] | None, str]:
     """((config, tensors), how) in PEFT's form of the variant, or else as an exact LoRA; otherwise (None, why not).
-
-    PEFT's forms have no gate. A scale other than 1 can be written only as a LoRA, folded into B.
-    """
+    PEFT's forms have no gate. A scale other than 1 can be written only as a LoRA, folded into B."""
     if adapter.scale == 0.0:
         return None, "the scale is 0, so the adapter has no effect: set its scale and save again"
     config, own, kind = common_config(adapter, base_model), adapter.variant.peft_config(), adapter.variant.peft_type

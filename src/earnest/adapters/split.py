@@ -29,11 +29,9 @@ Cut = Literal["columns", "rows"]
 
 
 class Team:
-    """The ranks that compute the same rows of a batch: this one is number ``index`` of ``count``.
-
-    ``alone``: every rank computes whole layers with weights that are gathered for each product, and exchanges nothing
-    else. Comparisons with the team's result use it.
-    """
+    """The ranks that compute the same rows of a batch: this one is number ``index`` of ``count``. ``alone``: every rank
+    computes whole layers with weights that are gathered for each product, and exchanges nothing else. Comparisons with
+    the team's result use it."""
 
     def __init__(self, index: int, count: int, group: dist.ProcessGroup) -> None:
         self.index, self.count, self.group = index, count, group

@@ -41,11 +41,9 @@ class RowError(ValueError):
 
 @dataclass(frozen=True)
 class Example:
-    """A row in one form for all layouts.
-
-    ``prompt`` are the messages before the trained ones; ``reply`` the trained messages (for a pair the better ones) and
-    ``rejected`` the worse ones. ``text`` is a plain text without messages. ``row`` is the whole row, for graders.
-    """
+    """A row in one form for all layouts. ``prompt`` are the messages before the trained ones; ``reply`` the trained
+    messages (for a pair the better ones) and ``rejected`` the worse ones. ``text`` is a plain text without messages.
+    ``row`` is the whole row, for graders."""
 
     kind: Kind
     prompt: tuple[Message, ...] = ()

@@ -24,12 +24,10 @@ from earnest.store import Damaged
 
 @dataclass(frozen=True)
 class OuterSGD:
-    """SGD with Nesterov momentum on pseudo-gradients (2311.08105); torch's own class is built from it.
-
-    Over several rounds the weights move by lr / (1 - momentum) times the replicas' average progress. The paper's 0.7
-    and 0.9 (a factor of 7, for 500 inner steps of pretraining) undo RL where a round has few or noisy updates;
-    lr 1 without momentum takes the average.
-    """
+    """SGD with Nesterov momentum on pseudo-gradients (2311.08105); torch's own class is built from it. Over several
+    rounds the weights move by lr / (1 - momentum) times the replicas' average progress. The paper's 0.7 and 0.9 (a
+    factor of 7, for 500 inner steps of pretraining) undo RL where a round has few or noisy updates; lr 1 without
+    momentum takes the average."""
 
     lr: float = 1.0
     momentum: float = 0.0
@@ -153,10 +151,8 @@ class Globals:
         self.load(load(payload), at)
 
     def recover(self, ledger: Ledger) -> None:
-        """Become the newest committed state: the newest readable snapshot, then the commits after it, one by one.
-
-        If another replica removes old objects meanwhile, a newer snapshot exists, and the replay starts from that.
-        """
+        """Become the newest committed state: the newest readable snapshot, then the commits after it, one by one. If
+        another replica removes old objects meanwhile, a newer snapshot exists, and the replay starts from that."""
         while True:
             self._begin(ledger)
             try:

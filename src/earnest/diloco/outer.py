@@ -163,11 +163,8 @@ class ReplicaProgress(ABC):
 
 
 class ReplicaOuter(ReplicaProgress):
-    """One replica's outer hook over a bucket.
-
-    The run ends after ``rounds``. Every ``snapshot_every`` rounds one of the members writes the whole state, from
-    which others join, and removes what is no longer needed.
-    """
+    """One replica's outer hook over a bucket. The run ends after ``rounds``. Every ``snapshot_every`` rounds one of the
+    members writes the whole state, from which others join, and removes what is no longer needed."""
 
     keeps_checkpoints = True
 

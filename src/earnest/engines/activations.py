@@ -13,10 +13,8 @@ from earnest.engines.sharding import blocks_of
 
 
 def checkpoint_activations(body: nn.Module, team: Team | None = None) -> None:
-    """Every layer of ``body`` does so from now on where a gradient is needed; elsewhere it runs as before.
-
-    ``team``: the ranks that share the layers.
-    """
+    """Every layer of ``body`` does so from now on where a gradient is needed; elsewhere it runs as before. ``team``:
+    the ranks that share the layers."""
     how: dict[str, Any] = {"use_reentrant": False} | ({} if team is None else {"context_fn": team.again})
     for block in blocks_of(body):
         block.forward = _checkpointed(block.forward, how)

@@ -33,10 +33,8 @@ if TYPE_CHECKING:
 
 
 class AdapterLike(Protocol):
-    """The trained weights, which a run describes, saves and pushes to samplers.
-
-    If the weights are on a service, ``parameters`` and ``state_dict`` are empty and ``save`` writes their address.
-    """
+    """The trained weights, which a run describes, saves and pushes to samplers. If the weights are on a service,
+    ``parameters`` and ``state_dict`` are empty and ``save`` writes their address."""
 
     @property
     def variant(self) -> Any: ...

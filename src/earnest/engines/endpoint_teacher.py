@@ -46,9 +46,7 @@ PROBES = (
 @dataclass(frozen=True, eq=False)
 class ServedTeacher:
     """The model ``model`` at ``url`` (None: the first that it lists), asked for its top ``top_k`` of every token.
-
-    ``key`` names the environment variable with the API key. ``reads`` is as for ``ModelTeacher``.
-    """
+    ``key`` names the environment variable with the API key. ``reads`` is as for ``ModelTeacher``."""
 
     kind: ClassVar[str] = "endpoint"
 

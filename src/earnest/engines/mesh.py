@@ -37,10 +37,8 @@ PATIENCE = timedelta(minutes=30)
 
 
 class Mesh:
-    """This process among ``size`` processes, of which it is number ``rank``.
-
-    ``tensor`` neighbours are a team, and ``shard`` teams hold one base.
-    """
+    """This process among ``size`` processes, of which it is number ``rank``. ``tensor`` neighbours are a team, and
+    ``shard`` teams hold one base."""
 
     def __init__(self, rank: int = 0, size: int = 1, shard: int = 1, tensor: int = 1) -> None:
         self.rank, self.size, self.shard, self.tensor = rank, size, shard, tensor

@@ -26,10 +26,8 @@ from earnest.signals.batch import Batch
 
 @dataclass(frozen=True, eq=False)
 class Micro:
-    """Some rows of a batch, and the places of their active tokens among the whole batch's.
-
-    ``layout`` is how the model computes them; None: as they are, padded to the longest.
-    """
+    """Some rows of a batch, and the places of their active tokens among the whole batch's. ``layout`` is how the model
+    computes them; None: as they are, padded to the longest."""
 
     batch: Batch
     token: Int[Tensor, " n"]
@@ -95,10 +93,8 @@ class Layouts:
         return packer_of(self.policy, self.attention)
 
     def cut(self, batch: Batch, max_tokens: int, *, same_rows: bool = False) -> list[Micro]:
-        """This rank's micro-batches, as many as every other rank's.
-
-        ``same_rows``: a term divides by the tokens of its micro-batch, so packing must not change its rows.
-        """
+        """This rank's micro-batches, as many as every other rank's. ``same_rows``: a term divides by the tokens of its
+        micro-batch, so packing must not change its rows."""
         parts = self._of_team(batch, max_tokens, same_rows)
         return parts if self.team is None or self.team.alone else [shared(p, self.team) for p in parts]
 
@@ -155,11 +151,9 @@ def cut(batch: Batch, max_tokens: int) -> list[Micro]:
 def cut_packed(
     batch: Batch, max_tokens: int, packer: Packer, *, same_rows: bool = False, one_block: bool = False
 ) -> list[Micro]:
-    """Micro-batches of at most ``max_tokens`` packed tokens each (at least one row).
-
-    ``same_rows``: the rows of each are those of ``cut``, for terms that divide by the tokens of their micro-batch.
-    ``one_block``: each is one forward pass.
-    """
+    """Micro-batches of at most ``max_tokens`` packed tokens each (at least one row). ``same_rows``: the rows of each
+    are those of ``cut``, for terms that divide by the tokens of their micro-batch. ``one_block``: each is one forward
+    pass."""
     if same_rows:
         parts = cut(batch, max_tokens)
     else:

@@ -38,10 +38,8 @@ Reads = Literal["student", "feedback"]
 
 @dataclass(frozen=True, eq=False)
 class ModelTeacher:
-    """Another model. ``support`` and ``top_k`` are those of the terms that read it; ``full``: every logit.
-
-    ``reads``: the student's own prompt for every row, or the feedback-conditioned prompt of rows that have one.
-    """
+    """Another model. ``support`` and ``top_k`` are those of the terms that read it; ``full``: every logit. ``reads``:
+    the student's own prompt for every row, or the feedback-conditioned prompt of rows that have one."""
 
     kind: ClassVar[str] = "model"
 

@@ -75,9 +75,8 @@ class PackedBlock:
 @dataclass(frozen=True, eq=False)
 class Packed:
     """A batch's rows in blocks. ``place`` has the place of every active token among the blocks' states in a row.
-
-    ``computed`` counts the positions that go through the model, ``padding`` those of them that are no token of a row.
-    """
+    ``computed`` counts the positions that go through the model, ``padding`` those of them that are no token of a
+    row."""
 
     blocks: tuple[PackedBlock, ...]
     place: Int[Tensor, " N"]
@@ -94,9 +93,7 @@ class Packed:
 
 class Packer:
     """Packs batches for one policy. ``balance`` is the length at which attention costs as much as the linear layers.
-
-    ``attention`` is what the masks are made for; ``ran`` names it in a step's ``layout``.
-    """
+    ``attention`` is what the masks are made for; ``ran`` names it in a step's ``layout``."""
 
     def __init__(self, policy: Policy, attention: Attention = "sdpa", ran: str = "") -> None:
         self.attention, self.ran = attention, ran
@@ -245,10 +242,8 @@ def balance_of(policy: Policy) -> float:
 
 
 def packer_of(policy: Policy, wanted: Attention | None = None) -> Packer | str:
-    """What packs rows for this model, after a test on it; or in one sentence why they cannot be packed.
-
-    ``wanted`` None: flex-attention on GPUs where it passes the test, SDPA elsewhere.
-    """
+    """What packs rows for this model, after a test on it; or in one sentence why they cannot be packed. ``wanted``
+    None: flex-attention on GPUs where it passes the test, SDPA elsewhere."""
     if (reason := why_not_by_config(policy)) is not None:
         return reason
     kind: str = policy.model.config.get_text_config(decoder=True)._attn_implementation
@@ -268,10 +263,8 @@ def packer_of(policy: Policy, wanted: Attention | None = None) -> Packer | str:
 
 
 def _no_flex(policy: Policy, plain: Packer) -> str | None:
-    """Why flex-attention does not compute what SDPA does for this model; None if it does, and then it is installed.
-
-    The test compares the gradients of packed rows by the embeddings of their tokens.
-    """
+    """Why flex-attention does not compute what SDPA does for this model; None if it does, and then it is installed. The
+    test compares the gradients of packed rows by the embeddings of their tokens."""
     kind: str = policy.model.config.get_text_config(decoder=True)._attn_implementation
     if kind not in ("sdpa", flex.NAME) or not policy.model._supports_flex_attn:
         return f"{type(policy.model).__name__} with {kind} attention does not support it"
@@ -341,10 +334,8 @@ def _packed_probe(policy: Policy, packer: Packer) -> Packed:
 
 @torch.no_grad()
 def _obeys(policy: Policy, packer: Packer) -> bool:
-    """Whether packed rows with a common beginning give the hidden states of the same rows one by one.
-
-    The difference has to be small against that of rows which see each other, as in a model that ignores the mask.
-    """
+    """Whether packed rows with a common beginning give the hidden states of the same rows one by one. The difference
+    has to be small against that of rows which see each other, as in a model that ignores the mask."""
     packed = _packed_probe(policy, packer)
     try:
         got = packed.hidden(policy).double()

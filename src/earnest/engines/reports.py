@@ -46,11 +46,9 @@ class UpdateReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What was computed: the passes over the batch that ran, and the tokens.
-
-    ``computed_tokens`` are the positions that went through the model, ``padded_tokens`` those of them that are
-    padding; ``layout`` is "packed" with the attention that ran, or "padded" with the reason.
-    """
+    """What was computed: the passes over the batch that ran, and the tokens. ``computed_tokens`` are the positions that
+    went through the model, ``padded_tokens`` those of them that are padding; ``layout`` is "packed" with the attention
+    that ran, or "padded" with the reason."""
 
     passes: str
     micro_batches: int
@@ -96,10 +94,8 @@ class StepReport(Work):
 
 @dataclass(frozen=True)
 class Pass(Work):
-    """An objective on a whole batch whose gradient is accumulated but not yet applied.
-
-    ``idle`` are the live terms without any token in the batch, each with the reason.
-    """
+    """An objective on a whole batch whose gradient is accumulated but not yet applied. ``idle`` are the live terms
+    without any token in the batch, each with the reason."""
 
     loss: float
     values: Mapping[str, Value]

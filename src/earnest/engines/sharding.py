@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 
 def shard(policy: Policy, adapter: Adapter, mesh: Mesh, *, offload: bool = False) -> None:
-    """Shard the base of ``policy`` over the ranks, in place. Hashes of the whole base are taken before.
-
-    ``offload``: shards, gradients of shards and their optimizer are in CPU memory, and a layer's shards are copied to
-    the device when it is gathered. If the device is the CPU, the same code runs and copies nothing.
-    """
+    """Shard the base of ``policy`` over the ranks, in place. Hashes of the whole base are taken before. ``offload``:
+    shards, gradients of shards and their optimizer are in CPU memory, and a layer's shards are copied to the device
+    when it is gathered. If the device is the CPU, the same code runs and copies nothing."""
     from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard, register_fsdp_forward_method
 
     _, _, _ = policy.head, policy.fingerprint(), adapter.base_fingerprint

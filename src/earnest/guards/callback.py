@@ -32,11 +32,9 @@ STATE = "earnest_guard.safetensors"
 
 class GuardCallback(TrainerCallback):
     """Guards the parameters of an earnest adapter that the trainer trains; other trainable parameters are refused.
-
     ``reports`` has the guard's report of each update; the trainer's log gets the last one, as ``guard/<name>``.
     ``resume``: the checkpoint that the trainer resumes from, if it is not in the trainer's ``output_dir`` (callbacks do
-    not get its path).
-    """
+    not get its path)."""
 
     def __init__(self, guard: DirectionGuard, adapter: Adapter, *, resume: Path | str | None = None) -> None:
         self.guard, self.adapter = guard, adapter

@@ -31,11 +31,9 @@ def shuffled_directions(like: Directions, seed: int) -> Directions:
 
 
 class _Noise(DirectionGuard):
-    """Remove a random vector from the step that is as long as the unwanted part.
-
-    ``settings`` are those of the guard that it replaces (gate, overshoot, …); they determine the length. The noise is a
-    function of ``seed`` and the number of the update, so a resumed run has the same noise.
-    """
+    """Remove a random vector from the step that is as long as the unwanted part. ``settings`` are those of the guard
+    that it replaces (gate, overshoot, …); they determine the length. The noise is a function of ``seed`` and the number
+    of the update, so a resumed run has the same noise."""
 
     def __init__(self, directions: Directions, *, seed: int = 0, **settings: Any) -> None:
         super().__init__(directions, **settings)

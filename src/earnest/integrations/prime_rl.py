@@ -72,10 +72,8 @@ def _configured(kwargs: str) -> Callable[[LossInputs], LossOutputs]:
 def configure(
     objective: Sequence[Mapping[str, Any]] | None = None, **fields: Any
 ) -> Callable[[LossInputs], LossOutputs]:
-    """The loss of these settings, or the reason why PRIME-RL cannot compute it.
-
-    Either ``objective`` (terms as in a recipe: kind, weight, fields) or the fields of one ``dapo`` term.
-    """
+    """The loss of these settings, or the reason why PRIME-RL cannot compute it. Either ``objective`` (terms as in a
+    recipe: kind, weight, fields) or the fields of one ``dapo`` term."""
     if objective is not None and fields:
         raise ConfigError(
             f"{', '.join(sorted(fields))}: with `objective` every field belongs into its term; move it there."

@@ -35,9 +35,7 @@ _SPARE = 32  # padding columns that are tolerated before they are cut off
 
 class BufferLayer(CacheLayerMixin):
     """Keys and values of one layer, [R, heads, room, width], of which the first ``used`` positions are filled.
-
-    Sliding-window layers also keep all positions: the attention mask applies the window.
-    """
+    Sliding-window layers also keep all positions: the attention mask applies the window."""
 
     is_sliding = False
 
@@ -100,11 +98,9 @@ class Prefix:
 
 
 class Cached:
-    """``prompts`` are computed once each; row i continues ``prompts[owner[i]]``.
-
-    A prompt with a prefix (buffered only) is computed from the end of that prefix on. Columns: the prefixes up to
-    ``known``, then what is computed; both end on the right.
-    """
+    """``prompts`` are computed once each; row i continues ``prompts[owner[i]]``. A prompt with a prefix (buffered only)
+    is computed from the end of that prefix on. Columns: the prefixes up to ``known``, then what is computed; both end
+    on the right."""
 
     def __init__(
         self,

@@ -42,10 +42,8 @@ SLICE_BYTES = 16 * 2**20
 def widened_slices(
     weight: Float[Tensor, "V d"], dtype: torch.dtype, columns: int | None = None
 ) -> Iterator[tuple[slice, Float[Tensor, "v d"]]]:
-    """The weight in ``dtype``, ``columns`` tokens of the vocabulary at a time.
-
-    A weight of another dtype is converted slice by slice, so that no converted copy of the whole head exists.
-    """
+    """The weight in ``dtype``, ``columns`` tokens of the vocabulary at a time. A weight of another dtype is converted
+    slice by slice, so that no converted copy of the whole head exists."""
     V, d = weight.shape
     narrow = weight.dtype != dtype
     most = max(1, SLICE_BYTES // (d * dtype.itemsize)) if narrow else V

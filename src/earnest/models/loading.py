@@ -117,11 +117,8 @@ def load_config(name: str | os.PathLike[str], say: Callable[[str], None] | None 
 
 
 def _find(name: str, say: Callable[[str], None]) -> tuple[Path, str, str, tuple[str, ...]]:
-    """(folder, name, version, notes).
-
-    The config of a folder may be copied from other weights (a merged model keeps its base's), so its version is not
-    used.
-    """
+    """(folder, name, version, notes). The config of a folder may be copied from other weights (a merged model keeps its
+    base's), so its version is not used."""
     if name == "nano":
         folder = places.nano_folder()
         return folder, "nano", str(places.read_config(folder)["earnest_version"]), ()

@@ -62,10 +62,8 @@ def _one_row(x: Float[Tensor, "... n"], weight: Float[Tensor, "m n"], bias: Tens
 
 
 class PackedWeights:
-    """The weights of a policy for fast products. Use it without gradients and in one thread at a time.
-
-    ``copies``: whether there are copies for products of several rows; it can be switched on later.
-    """
+    """The weights of a policy for fast products. Use it without gradients and in one thread at a time. ``copies``:
+    whether there are copies for products of several rows; it can be switched on later."""
 
     def __init__(self, policy: Policy, copies: bool = True) -> None:
         self.copies = copies

@@ -12,10 +12,8 @@ from earnest.models.speech import Messages
 
 
 class PolicyLike(Protocol):
-    """A name, a tokenizer with its chat template, and the facts that a batch needs.
-
-    ``head`` is the output layer; a policy with remote weights raises when it is read.
-    """
+    """A name, a tokenizer with its chat template, and the facts that a batch needs. ``head`` is the output layer; a
+    policy with remote weights raises when it is read."""
 
     name: str
     version: str

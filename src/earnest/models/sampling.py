@@ -150,10 +150,8 @@ def truncate(logits: Float[Tensor, "r V"], top_k: int, top_p: float) -> Float[Te
 
 @contextmanager
 def evaluating(policy: Policy) -> Iterator[None]:
-    """Inside the block: no gradients, and every module in eval mode; afterwards each has its own mode again.
-
-    Not inference_mode: the next training step uses what adapters cache while sampling.
-    """
+    """Inside the block: no gradients, and every module in eval mode; afterwards each has its own mode again. Not
+    inference_mode: the next training step uses what adapters cache while sampling."""
     training = [m for m in policy.model.modules() if m.training]
     for module in training:
         module.training = False

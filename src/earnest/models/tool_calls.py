@@ -33,11 +33,9 @@ _COMMON: dict[str, dict[str, Any]] = {"tool_calls": {"repeats": True}, "content"
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """How a family of models writes tool calls.
-
-    marks: texts of which all are in the chat template. template: transformers' response template; its ``tool_calls``
-    are texts that ``read_calls`` reads. example: a call, for the error about a malformed one.
-    """
+    """How a family of models writes tool calls. marks: texts of which all are in the chat template. template:
+    transformers' response template; its ``tool_calls`` are texts that ``read_calls`` reads. example: a call, for the
+    error about a malformed one."""
 
     name: str
     marks: tuple[str, ...]
@@ -148,10 +146,8 @@ def check_tools(policy: PolicyLike) -> None:
 
 @dataclass(frozen=True)
 class MessagePart:
-    """A piece of an answer: text, reasoning, a whole call, or the error of one.
-
-    written: what the policy wrote, without the marks around it. error: the sentence about a call that cannot be read.
-    """
+    """A piece of an answer: text, reasoning, a whole call, or the error of one. written: what the policy wrote, without
+    the marks around it. error: the sentence about a call that cannot be read."""
 
     kind: Literal["content", "reasoning", "call", "error"]
     written: str = ""
@@ -161,10 +157,8 @@ class MessagePart:
 
 @dataclass
 class MessageReader:
-    """Reads an answer piece by piece.
-
-    prompt: the text before it, special tokens included. tools: the schemas that a format without JSON needs for types.
-    """
+    """Reads an answer piece by piece. prompt: the text before it, special tokens included. tools: the schemas that a
+    format without JSON needs for types."""
 
     policy: PolicyLike
     prompt: str = ""
@@ -233,10 +227,8 @@ class MessageReader:
 def read_message(
     policy: PolicyLike, prompt: Sequence[int], tokens: Sequence[int], tools: Sequence[Mapping[str, Any]] = ()
 ) -> dict[str, Any]:
-    """The assistant message of sampled tokens; ``prompt`` are the tokens before them, ``tools`` their schemas.
-
-    An answer without calls has its plain text as content, as ``policy.decode`` gives it.
-    """
+    """The assistant message of sampled tokens; ``prompt`` are the tokens before them, ``tools`` their schemas. An
+    answer without calls has its plain text as content, as ``policy.decode`` gives it."""
     kept = list(tokens)
     while kept and kept[-1] in policy.eos_ids:
         kept.pop()

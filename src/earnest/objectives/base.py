@@ -168,10 +168,8 @@ class Term(Checked, Summand):
         return f"no {' or '.join(self.roles)} row was found for this batch"
 
     def activated(self, metrics: Mapping[str, float]) -> Self:
-        """This term with its threshold, if any, lowered so that it is active at these metrics.
-
-        The audit uses it while the term is inactive by design.
-        """
+        """This term with its threshold, if any, lowered so that it is active at these metrics. The audit uses it while
+        the term is inactive by design."""
         return self
 
     def initial_state(self) -> dict[str, Any]:
@@ -421,10 +419,8 @@ class Objective(Summand):
         return {w.term.label: w.term.counts(batch) for w in self.live()}
 
     def advance(self, state: Mapping[str, Mapping[str, Any]], values: Mapping[str, Value]) -> dict[str, dict[str, Any]]:
-        """Every term's state after an update with these values of the whole batch.
-
-        The state of an idle term does not change.
-        """
+        """Every term's state after an update with these values of the whole batch. The state of an idle term does not
+        change."""
         after = {label: dict(own) for label, own in state.items()}
         for w in self.live():
             label = w.term.label

@@ -107,11 +107,9 @@ def supports(objective: Objective) -> set[tuple[str, int]]:
 
 
 def teacher_support(objective: Objective) -> tuple[str, int]:
-    """(support, K) that a teacher with a head of its own has to supply; ("full", 0): every logit.
-
-    A top-K is enough where all live terms compare on the same K tokens, at temperature 1 and without TAID, whose
-    interpolation reads logits.
-    """
+    """(support, K) that a teacher with a head of its own has to supply; ("full", 0): every logit. A top-K is enough
+    where all live terms compare on the same K tokens, at temperature 1 and without TAID, whose interpolation reads
+    logits."""
     terms = [w.term for w in objective.live() if isinstance(w.term, TeacherTerm)]
     wanted = supports(objective)
     blends = any("taid" in (t.kind, getattr(getattr(t, "wrap", None), "kind", None)) for t in terms)

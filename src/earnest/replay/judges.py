@@ -112,12 +112,10 @@ def add(parts: Sequence[Usage]) -> Usage:
 
 
 def reward_after(environment: Environment, turn: AssistantTurn, answer: Message, data: Mapping[str, Any]) -> float:
-    """The reward of the conversation with ``answer`` at this turn; ``data`` are those of the trace's prompt.
-
-    The environment is started again. It gets the trace's turns up to this one and must reply as in the trace; then it
-    gets the answer, and its ``oracle`` goes on to the end. So an answer is worth less only if it spoils what can still
-    be won.
-    """
+    """The reward of the conversation with ``answer`` at this turn; ``data`` are those of the trace's prompt. The
+    environment is started again. It gets the trace's turns up to this one and must reply as in the trace; then it gets
+    the answer, and its ``oracle`` goes on to the end. So an answer is worth less only if it spoils what can still be
+    won."""
     given = [message for message in (*turn.state, answer) if message["role"] == "assistant"]
     opening = next(i for i, message in enumerate(turn.trace.messages) if message["role"] == "assistant")
     prompt = Prompt(turn.trace.id, turn.trace.messages[:opening], data)

@@ -26,10 +26,8 @@ LEAST = 3
 
 @dataclass(frozen=True)
 class Leakage:
-    """Held-out texts as n-grams; a text leaks where a share (see above) is more than ``max_share``.
-
-    ``owners``: n-gram → the numbers of the texts that have it. ``sizes``: distinct n-grams of each text.
-    """
+    """Held-out texts as n-grams; a text leaks where a share (see above) is more than ``max_share``. ``owners``: n-gram
+    → the numbers of the texts that have it. ``sizes``: distinct n-grams of each text."""
 
     n: int
     max_share: float

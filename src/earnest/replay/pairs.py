@@ -126,9 +126,7 @@ def _pair(number: int, row: dict[str, Any]) -> Pair:
 
 def _messages(name: str, value: Any) -> Any:
     """A column as messages. They may be JSON; any other text is one message of the user (``prompt``) or the assistant.
-
-    ``chosen`` and ``rejected`` may also be a list of one message.
-    """
+    ``chosen`` and ``rejected`` may also be a list of one message."""
     if isinstance(value, str):
         with suppress(json.JSONDecodeError):
             parsed = json.loads(value)

@@ -44,10 +44,8 @@ def record(model: type[Kind], data: dict[str, Any], where: str) -> Kind:
 
 
 class _Reader:
-    """One folder being read: ``gaps`` are the sentences so far, ``nonfinite`` counts NaN and Infinity.
-
-    JSON has neither, but Python's json writes them; they are read as null.
-    """
+    """One folder being read: ``gaps`` are the sentences so far, ``nonfinite`` counts NaN and Infinity. JSON has
+    neither, but Python's json writes them; they are read as null."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -89,10 +89,8 @@ class RunRecord(Record):
 
 
 class TermRecord(Record):
-    """One term on one step; ``loss`` is before the weight, ``share`` is the term's part of the gradient.
-
-    The loss of a ``surrogate`` (a term that reads advantages) has no meaning as a value.
-    """
+    """One term on one step; ``loss`` is before the weight, ``share`` is the term's part of the gradient. The loss of a
+    ``surrogate`` (a term that reads advantages) has no meaning as a value."""
 
     kind: str | None = None
     weight: float
@@ -289,10 +287,8 @@ class Change:
 
     @property
     def se(self) -> float | None:
-        """Standard error of the gain: of the prompts' differences if they are known, else as if independent.
-
-        The two evaluations share their prompts, so the second formula usually overstates it.
-        """
+        """Standard error of the gain: of the prompts' differences if they are known, else as if independent. The two
+        evaluations share their prompts, so the second formula usually overstates it."""
         if self.paired:
             assert self.before.means is not None and self.after.means is not None
             differences = [a - b for b, a in zip(self.before.means, self.after.means, strict=True)]

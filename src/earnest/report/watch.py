@@ -108,11 +108,9 @@ def _constant(step: StepRecord, before: Sequence[StepRecord]) -> str | None:
 
 @dataclass(frozen=True)
 class Condition:
-    """``found(step, the steps before it)`` is what a step shows, as the predicate of a sentence, or None.
-
-    ``steps`` in a row make a warning. ``true_if`` is the condition in words, as in docs/runs.md. ``fails``: a warning
-    is also a row of the verdict that fails.
-    """
+    """``found(step, the steps before it)`` is what a step shows, as the predicate of a sentence, or None. ``steps`` in
+    a row make a warning. ``true_if`` is the condition in words, as in docs/runs.md. ``fails``: a warning is also a row
+    of the verdict that fails."""
 
     name: str
     steps: int
@@ -188,10 +186,8 @@ class Streak:
 
 
 class RunWatch:
-    """The conditions over a run so far. ``advice`` replaces what a condition (by its name) advises.
-
-    ``worse`` has the step of each evaluation that is worse than the best one, ``warned_worse`` those that warned.
-    """
+    """The conditions over a run so far. ``advice`` replaces what a condition (by its name) advises. ``worse`` has the
+    step of each evaluation that is worse than the best one, ``warned_worse`` those that warned."""
 
     def __init__(
         self, lines: Iterable[StepRecord | EvalRecord | Mapping[str, Any]] = (), advice: Mapping[str, str] | None = None

@@ -110,12 +110,9 @@ def converse(
     read: ReadMessage | None = None,
     max_errors: float = DEFAULT_MAX_ERROR_SHARE,
 ) -> Conversations:
-    """``n`` graded conversations of every prompt, prompt by prompt.
-
-    sample: the sampler to use instead of the engine's. read: parses the policy's tokens; default: text, and with
-    tools also the calls in the format of the chat template. If the environment raised in more than the share
-    ``max_errors`` of the conversations, the run ends.
-    """
+    """``n`` graded conversations of every prompt, prompt by prompt. sample: the sampler to use instead of the engine's.
+    read: parses the policy's tokens; default: text, and with tools also the calls in the format of the chat template.
+    If the environment raised in more than the share ``max_errors`` of the conversations, the run ends."""
     if read is None:
         read = partial(read_message, tools=environment.tools) if environment.tools else plain_message
     with _sampler(engine, spec, turns, len(prompts) * n * spec.max_new_tokens, sample) as sampler:

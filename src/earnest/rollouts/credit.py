@@ -57,10 +57,8 @@ def with_turn_advantages(
 
 def check_exact(batch: Batch, attempts: Sequence[Attempt], drawn: Mapping[tuple[int, int], Sequence[Rollout]]) -> None:
     """Raise unless the tokens that the batch trains, with their log-probs, are those that the sampler returned.
-
     ``drawn`` is the sampler's own record, which nothing between it and the batch has touched. So a turn that was
-    tokenized again, a shifted mask and an observation that is trained are all found.
-    """
+    tokenized again, a shifted mask and an observation that is trained are all found."""
     tokens: dict[tuple[int, int], list[int]] = defaultdict(list)
     values: dict[tuple[int, int], list[float]] = defaultdict(list)
     versions: dict[tuple[int, int], set[int]] = defaultdict(set)

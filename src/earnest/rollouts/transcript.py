@@ -130,10 +130,8 @@ def rendered(
 
 
 def authored(policy: PolicyLike, text: str, messages: Sequence[Message]) -> list[Segment]:
-    """The tokens of ``text``, by author: a message's content is its role's, everything else the template's.
-
-    Authors are for the reader of a report; only what the policy sampled is treated differently.
-    """
+    """The tokens of ``text``, by author: a message's content is its role's, everything else the template's. Authors are
+    for the reader of a report; only what the policy sampled is treated differently."""
     found = policy.tokenizer(text, add_special_tokens=False, return_offsets_mapping=policy.tokenizer.is_fast)
     spans: list[tuple[int, int, Author]] = []
     start = 0

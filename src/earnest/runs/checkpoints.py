@@ -31,10 +31,8 @@ def place(run: RunFolder, step: int) -> Path:
 
 
 def save(run: RunFolder, engine: Engine, step: int, state: dict[str, Any], keep: int, best: int | None = None) -> Path:
-    """Write the checkpoint of ``step`` and drop all but the newest ``keep`` and that of the step ``best``.
-
-    Every rank calls this; rank 0 has the run folder.
-    """
+    """Write the checkpoint of ``step`` and drop all but the newest ``keep`` and that of the step ``best``. Every rank
+    calls this; rank 0 has the run folder."""
     final = place(run, step)
     fresh = final.with_name(f".{final.name}.{os.getpid()}.tmp")
     if engine.local is not None and engine.local.mesh.rank != 0:

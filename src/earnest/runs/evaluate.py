@@ -28,10 +28,8 @@ from earnest.tasks import Environment, Prompt, Task
 
 @dataclass(frozen=True)
 class HeldOutEvaluation:
-    """One measurement: the mean of ``means``.
-
-    They are each prompt's mean reward, in the order of the held-out prompts, or each row's part of a loss or accuracy.
-    """
+    """One measurement: the mean of ``means``. They are each prompt's mean reward, in the order of the held-out prompts,
+    or each row's part of a loss or accuracy."""
 
     step: int
     version: int

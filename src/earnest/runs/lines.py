@@ -54,9 +54,7 @@ def _sampled(attempts: Sequence[Attempt]) -> dict[str, float]:
 
 def _trained(line: dict[str, Any], report: StepReport, objective: Objective, lr: float) -> dict[str, Any]:
     """The line of a step that updated. A single term has share 1 of the gradient, unless the gradient is zero.
-
-    ``surrogate`` terms read advantages: the gradient of their loss has a meaning, its value has none.
-    """
+    ``surrogate`` terms read advantages: the gradient of their loss has a meaning, its value has none."""
     alone = len(report.terms) == 1 and report.update.gradient_norm > 0
     surrogates = {w.term.label for w in objective.live() if "advantages" in w.term.signals()}
     terms = {

@@ -48,10 +48,8 @@ UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 @dataclass
 class TrainingLoop:
-    """A run in progress: ``step`` steps are done, in ``seconds`` of training over all sessions.
-
-    ``evaluations`` are the lines of all held-out evaluations so far; ``restore`` reads those of earlier sessions.
-    """
+    """A run in progress: ``step`` steps are done, in ``seconds`` of training over all sessions. ``evaluations`` are the
+    lines of all held-out evaluations so far; ``restore`` reads those of earlier sessions."""
 
     setup: Setup
     run: RunFolder
@@ -365,10 +363,8 @@ def without_rewards(objective: Objective, batch: Batch) -> Objective:
 
 def probe_batch(setup: Setup) -> Batch:
     """A batch to prove the step on, from its own stream of prompts, so that the order of the training data stays.
-
     Completions of one prompt that all have the same reward give a zero policy gradient, also in a correct step. Such
-    rows are left out; a batch with no other rows is replaced by the next one.
-    """
+    rows are left out; a batch with no other rows is replaced by the next one."""
     source = BatchSource(setup, "check")
     for attempt in range(PROBE_TRIES):
         batch = source.next(attempt).batch

@@ -43,11 +43,9 @@ ROLES: dict[Kind, tuple[Role, ...]] = {
 
 @dataclass(frozen=True)
 class OwnMeasurement:
-    """The result is the mean of ``parts``, one per held-out row; ``metrics`` are further numbers.
-
-    ``each`` is a row's own number: its loss in nats per trained token, its margin, or for a judged answer its implicit
-    reward (minus it, if the answer is unwanted). Of a loss less is better, of the others more.
-    """
+    """The result is the mean of ``parts``, one per held-out row; ``metrics`` are further numbers. ``each`` is a row's
+    own number: its loss in nats per trained token, its margin, or for a judged answer its implicit reward (minus it, if
+    the answer is unwanted). Of a loss less is better, of the others more."""
 
     measure: Literal["loss", "accuracy"]
     parts: tuple[float, ...]
@@ -200,10 +198,8 @@ def _preferred(margins: Sequence[float]) -> OwnMeasurement:
 
 
 def _separated(rewards: Sequence[float], wanted: Sequence[bool]) -> OwnMeasurement:
-    """A row's part is the share of the rows of the other label that are on the right side of it; a tie counts half.
-
-    The mean over the wanted rows equals the mean over the unwanted ones, and so the mean over all.
-    """
+    """A row's part is the share of the rows of the other label that are on the right side of it; a tie counts half. The
+    mean over the wanted rows equals the mean over the unwanted ones, and so the mean over all."""
     sides = {label: [r for r, own in zip(rewards, wanted, strict=True) if own is label] for label in (True, False)}
     parts = []
     for reward, own in zip(rewards, wanted, strict=True):

@@ -114,9 +114,8 @@ def read(path: Path | None) -> LearnConfig:
 
 def overridden(config: LearnConfig, changes: Mapping[str, Any]) -> LearnConfig:
     """The settings of one adapter: the server's, with a client's changes. A list or a kind is replaced as a whole.
-
-    Regular expressions are refused: Python's engine needs exponential time for some, and holds every thread meanwhile.
-    """
+    Regular expressions are refused: Python's engine needs exponential time for some, and holds every thread
+    meanwhile."""
     from earnest.config.loading import check_mapping
 
     adapter = changes.get("adapter")

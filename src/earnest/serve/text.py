@@ -98,11 +98,9 @@ def cut(text: str, stop: Sequence[str]) -> str:
 
 
 class IncrementalText:
-    """The text of a growing sequence of tokens, in pieces that later tokens cannot change.
-
-    An incomplete character, and an end that may become a stop string, are withheld. ``special``: with special tokens,
-    except those that end the turn.
-    """
+    """The text of a growing sequence of tokens, in pieces that later tokens cannot change. An incomplete character, and
+    an end that may become a stop string, are withheld. ``special``: with special tokens, except those that end the
+    turn."""
 
     def __init__(self, text: Text, stop: Sequence[str], special: bool = False) -> None:
         self._text, self._stop, self._special = text, tuple(stop), special

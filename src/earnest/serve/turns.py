@@ -70,11 +70,9 @@ class Turns:
         before: Callable[[], None] = lambda: None,
         after: Callable[[], None] = lambda: None,
     ) -> bool:
-        """Between two units of work: let threads with a smaller v go first; True if one did.
-
-        Until the holder is back only kinds in ``to`` are served. ``before`` runs when the turn is about to be handed
-        over, ``after`` when it is back.
-        """
+        """Between two units of work: let threads with a smaller v go first; True if one did. Until the holder is back
+        only kinds in ``to`` are served. ``before`` runs when the turn is about to be handed over, ``after`` when it is
+        back."""
         with self._changed:
             assert self._holder is ticket, "only the holder can yield its turn"
             self._charge(ticket)

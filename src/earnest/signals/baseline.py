@@ -19,11 +19,9 @@ from earnest.signals.teachers import informed_rows
 
 
 def kl_baseline(engine: Scorer, batch: Batch, reference: Who = "base") -> Float[Tensor, " R"]:
-    """z₀ of the live policy, once for each row of the batch.
-
-    Each chosen or rejected row is paired with the prompt of the next such row whose prompt differs and is short enough
-    for the model's context; a row without one is left out of the mean.
-    """
+    """z₀ of the live policy, once for each row of the batch. Each chosen or rejected row is paired with the prompt of
+    the next such row whose prompt differs and is short enough for the model's context; a row without one is left out of
+    the mean."""
     mismatched = informed_rows(batch, mismatched_prompts(batch, engine.policy.positions))
     gap = logprobs(engine, mismatched, "live").double() - logprobs(engine, mismatched, reference).double()
     sums = torch.zeros(len(mismatched), dtype=torch.float64, device=gap.device)

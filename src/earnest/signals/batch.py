@@ -349,12 +349,10 @@ class Batch:
         pad: int = 0,
         device: torch.device | str = "cpu",
     ) -> Batch:
-        """Rows of prompt + completion, every completion token active (its end-of-turn token too).
-
-        ``weights`` has one value per completion token, or None for a row of ones; a token of weight 0 is not active.
-        ``advantages`` has one value per row or per active token; ``behaviour`` one per active token. ``pad`` only
-        fills space: it may equal the end-of-turn id, because the loss mask depends on the position, not on the id.
-        """
+        """Rows of prompt + completion, every completion token active (its end-of-turn token too). ``weights`` has one
+        value per completion token, or None for a row of ones; a token of weight 0 is not active. ``advantages`` has one
+        value per row or per active token; ``behaviour`` one per active token. ``pad`` only fills space: it may equal
+        the end-of-turn id, because the loss mask depends on the position, not on the id."""
         R = len(prompts)
         if R == 0 or len(completions) != R:
             raise SignalError(f"need as many completions as prompts and at least one, got {len(completions)} and {R}.")

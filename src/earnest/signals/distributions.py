@@ -87,10 +87,8 @@ class TopK:
 
 
 class ScoredAt(TopK):
-    """A ``TopK`` at the student's top K ids at the time when the batch was made.
-
-    A plain ``TopK`` has the top K ids of the source.
-    """
+    """A ``TopK`` at the student's top K ids at the time when the batch was made. A plain ``TopK`` has the top K ids of
+    the source."""
 
 
 Distribution = FullLogits | Hidden | TopK

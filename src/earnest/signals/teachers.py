@@ -37,10 +37,8 @@ class TeacherPolicy(Protocol):
     def kind(self) -> str: ...
 
     def teach(self, engine: Scorer, informed: Batch, own: Batch) -> tuple[Distribution, Float[Tensor, " M"] | None]:
-        """(distribution, exact log-probs of the targets or None) at every active token of ``informed``.
-
-        ``informed`` are rows of feedback-conditioned prompts, ``own`` the student's rows with the same completions.
-        """
+        """(distribution, exact log-probs of the targets or None) at every active token of ``informed``. ``informed``
+        are rows of feedback-conditioned prompts, ``own`` the student's rows with the same completions."""
 
 
 Scores = tuple[Distribution, None]

@@ -82,10 +82,8 @@ def calibrate_dose(
 
 
 def bisect(strength: Callable[[float], float], target: float, tolerance: float = 0.02) -> Dose:
-    """A coefficient c > 0 with strength(c) ≈ target: doubled until strength(c) exceeds the target, then bisected.
-
-    The strength need not be monotone: the ends always lie on both sides of the target, so a crossing is found.
-    """
+    """A coefficient c > 0 with strength(c) ≈ target: doubled until strength(c) exceeds the target, then bisected. The
+    strength need not be monotone: the ends always lie on both sides of the target, so a crossing is found."""
     if not target > 0:
         raise SteeringError(f"the target is {target} nats; give a number above 0.")
     tried: list[tuple[float, float]] = []

@@ -96,11 +96,9 @@ class TraitEvaluator:
             self.base_answers = self._answer_perplexity(self._answers())
 
     def measure(self, system: str | None = None, *, within: Callable[[], Within] = nullcontext) -> TraitEvaluation:
-        """Evaluate the current policy with its active adapters, and with a ``system`` prompt if one is given.
-
-        within: makes the block in which the policy answers, such as ``lambda: vector.applied(policy, dose)``. The base
-        scores the answers outside of it, so do not call this method inside such a block.
-        """
+        """Evaluate the current policy with its active adapters, and with a ``system`` prompt if one is given. within:
+        makes the block in which the policy answers, such as ``lambda: vector.applied(policy, dose)``. The base scores
+        the answers outside of it, so do not call this method inside such a block."""
         with within():
             tokens = self._answers(system)
             mass, right = self.choices(system)

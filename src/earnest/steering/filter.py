@@ -113,11 +113,9 @@ class Filter(Checked):
 
 @dataclass(frozen=True)
 class Separation:
-    """The shares of known good and of known broken answers that pass the filter.
-
-    ``auc``: the probability that a broken answer has a higher tail perplexity than a good one. ``separates``: the share
-    of good answers that pass is larger by at least one half.
-    """
+    """The shares of known good and of known broken answers that pass the filter. ``auc``: the probability that a broken
+    answer has a higher tail perplexity than a good one. ``separates``: the share of good answers that pass is larger by
+    at least one half."""
 
     good: float
     broken: float

@@ -67,11 +67,8 @@ class Healing(Checked):
 
 @dataclass(frozen=True)
 class Healed:
-    """A trained round: its frozen adapter and the reports of its steps.
-
-    ``pressure`` is ‖∇barrier‖/‖∇SFT‖ over the measured steps; ``firing`` the share of steps in which the barrier was
-    active.
-    """
+    """A trained round: its frozen adapter and the reports of its steps. ``pressure`` is ‖∇barrier‖/‖∇SFT‖ over the
+    measured steps; ``firing`` the share of steps in which the barrier was active."""
 
     adapter: Adapter
     reports: tuple[StepReport, ...]

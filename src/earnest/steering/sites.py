@@ -78,11 +78,8 @@ def changed(policy: Policy, changes: Mapping[str, ActivationChange]) -> Iterator
 def tag_states(
     policy: Policy, prompts: Sequence[Sequence[int]], paths: Sequence[str], *, inputs: bool = False, rows: int = 64
 ) -> dict[str, Float[Tensor, "P d"]]:
-    """Each module's output (or its input) at the last token of every prompt, in float32.
-
-    A prompt rendered with its generation prompt ends in the assistant tag, just before the answer; it is the
-    same token in every context.
-    """
+    """Each module's output (or its input) at the last token of every prompt, in float32. A prompt rendered with its
+    generation prompt ends in the assistant tag, just before the answer; it is the same token in every context."""
     if not prompts or not all(prompts):
         raise SteeringError("give at least one context, and at least one token in each; got an empty one.")
     parts: dict[str, list[Tensor]] = {path: [] for path in paths}

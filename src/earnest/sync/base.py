@@ -94,11 +94,9 @@ def holding(engine: LocalEngine, weights: Weights) -> Iterator[None]:
 
 
 class Sampler(Protocol):
-    """One process that samples with the weights that were pushed last.
-
-    ``place`` names it in messages. ``plain``: the format of the files that ``push`` reads (``Weights.files``); None:
-    it reads the state. Every call may raise ``SamplerLost``; then it holds no weights.
-    """
+    """One process that samples with the weights that were pushed last. ``place`` names it in messages. ``plain``: the
+    format of the files that ``push`` reads (``Weights.files``); None: it reads the state. Every call may raise
+    ``SamplerLost``; then it holds no weights."""
 
     place: str
     plain: bool | None

@@ -83,10 +83,8 @@ class Environment(Protocol):
         """Reply to the policy's message. A tool that fails is a reply, not an exception."""
 
     async def grade(self, state: Any, ending: Ending) -> Grade:
-        """The grade of the whole conversation; its reward is added to those of the turns.
-
-        It is called once at the end of each conversation, so it may also release what the state holds.
-        """
+        """The grade of the whole conversation; its reward is added to those of the turns. It is called once at the end
+        of each conversation, so it may also release what the state holds."""
 
 
 def is_environment(task: object) -> TypeIs[Environment]:

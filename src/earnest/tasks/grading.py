@@ -122,11 +122,8 @@ def _distinct(failed: Sequence[tuple[Prompt, Exception]], of: int) -> list[str]:
 def outcomes(
     task: Task, prompts: Sequence[Prompt], completions: Sequence[str], time_limit: float = TIME_LIMIT
 ) -> list[Grade | Exception]:
-    """The grade of each completion, or what went wrong with it, in order.
-
-    Gradings run in daemon threads. One that takes too long is abandoned: its thread goes on without being waited for,
-    and another takes its place.
-    """
+    """The grade of each completion, or what went wrong with it, in order. Gradings run in daemon threads. One that
+    takes too long is abandoned: its thread goes on without being waited for, and another takes its place."""
     grade, elsewhere = _grader(task, prompts)
     found: dict[int, Grade | Exception] = {}
     waiting = iter(range(len(prompts)))

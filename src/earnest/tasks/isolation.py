@@ -57,11 +57,9 @@ _ALL_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
 
 
 def give_up(folder: str, readable: Iterable[str], memory: int, seconds: float) -> set[str]:
-    """Restrict this process for ever; returns what was restricted: memory, files, network, processes.
-
-    folder: the only place where it can write. readable: folders and files that it can read.
-    memory: bytes in addition to the present address space. seconds: of CPU time, rounded up.
-    """
+    """Restrict this process for ever; returns what was restricted: memory, files, network, processes. folder: the only
+    place where it can write. readable: folders and files that it can read. memory: bytes in addition to the present
+    address space. seconds: of CPU time, rounded up."""
     import resource  # not on Windows, where this file is only imported
 
     done: set[str] = set()

@@ -67,11 +67,9 @@ class CallResult:
 
 
 class Sandbox:
-    """Workers that are started when they are needed and used again; safe to call from several threads.
-
-    unprotected: what to do where the system cannot restrict files, network, processes or memory: ``refuse``, or
-    ``warn`` once and go on.
-    """
+    """Workers that are started when they are needed and used again; safe to call from several threads. unprotected:
+    what to do where the system cannot restrict files, network, processes or memory: ``refuse``, or ``warn`` once and go
+    on."""
 
     def __init__(self, limits: Limits | None = None, *, unprotected: Literal["refuse", "warn"] = "refuse") -> None:
         self.limits = limits or Limits()
@@ -93,9 +91,7 @@ class Sandbox:
         self, function: Callable[..., Any] | str, arguments: Mapping[str, Any], limits: Limits | None = None
     ) -> CallResult:
         """Call a function with JSON arguments. It must be a module's own function, so that the worker can import it.
-
-        function: the function, or ``module:name``, or ``file.py:name``.
-        """
+        function: the function, or ``module:name``, or ``file.py:name``."""
         entry = function if isinstance(function, str) else entry_of(function)
         return self._call(entry.rpartition(":")[0], entry, arguments, limits)
 

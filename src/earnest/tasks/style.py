@@ -39,11 +39,9 @@ def _distinct_markers(text: str, markers: list[str]) -> int:
 
 
 def trait(axis: str, text: str) -> float:
-    """The score of a text on an axis: 0 at its low pole, 1 at its high one, 0.5 for a text with neither.
-
-    length: words, linear between ``few`` and ``many``. warmth: 0.5 + 0.25 for each distinct warm marker, − 0.25 for
-    each cold one, clipped. volume: the share of sentences that end in an exclamation mark.
-    """
+    """The score of a text on an axis: 0 at its low pole, 1 at its high one, 0.5 for a text with neither. length: words,
+    linear between ``few`` and ``many``. warmth: 0.5 + 0.25 for each distinct warm marker, − 0.25 for each cold one,
+    clipped. volume: the share of sentences that end in an exclamation mark."""
     poles = AXES[axis]
     if axis == "length":
         few, many = poles["low"]["few"], poles["high"]["many"]

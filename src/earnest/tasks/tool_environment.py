@@ -21,10 +21,8 @@ from earnest.tasks.tools import Observation, Tools
 
 @dataclass
 class Conversation:
-    """The state of one conversation: its prompt, the calls so far, and the answer that ended it.
-
-    ``failures``: (turn, observation) of every call that failed, turns counted from 0.
-    """
+    """The state of one conversation: its prompt, the calls so far, and the answer that ended it. ``failures``: (turn,
+    observation) of every call that failed, turns counted from 0."""
 
     prompt: Prompt
     turns: int = 0
@@ -34,11 +32,8 @@ class Conversation:
 
 
 class ToolEnvironment:
-    """An environment of a task and Python functions.
-
-    needs_call: an answer before any successful call is wrong, whatever it is. oracle: a policy that solves every
-    prompt, for demonstrations.
-    """
+    """An environment of a task and Python functions. needs_call: an answer before any successful call is wrong,
+    whatever it is. oracle: a policy that solves every prompt, for demonstrations."""
 
     def __init__(
         self,

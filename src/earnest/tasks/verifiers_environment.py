@@ -32,10 +32,8 @@ _log = logging.getLogger(__name__)
 
 @dataclass
 class _Talk:
-    """The state of one conversation.
-
-    ``events``: a list of new messages where the policy must reply, or the exception (or None) that ended the run.
-    """
+    """The state of one conversation. ``events``: a list of new messages where the policy must reply, or the exception
+    (or None) that ended the run."""
 
     task: Any
     trace: Any

@@ -17,10 +17,8 @@ from earnest.tasks.processes import RAISED_AT, raised_at
 
 
 def main() -> None:
-    """Load each (key, subject, None), and answer each (key, None, arguments) with the result, until the input ends.
-
-    An answer is (True, result) or (False, exception).
-    """
+    """Load each (key, subject, None), and answer each (key, None, arguments) with the result, until the input ends. An
+    answer is (True, result) or (False, exception)."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C stops the run, which then ends its workers
     inbox, outbox = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -158,10 +158,8 @@ class TinkerEngine:
         support: Literal["student", "teacher"] = "teacher",
     ) -> list[RemoteSample]:
         """The rollouts with a teacher's log-probs of them, after feedback-conditioned ``prompts`` or the same ones.
-
         ``top_k`` 0: scalar samples. Otherwise both sides at K ids, those of the teacher or of the student (as it was
-        when this was called); the sampled tokens' exact log-probs are there either way.
-        """
+        when this was called); the sampled tokens' exact log-probs are there either way."""
         if not rollouts:
             raise SignalError("there are no rollouts to observe.")
         if prompts is not None and len(prompts) != len(rollouts):

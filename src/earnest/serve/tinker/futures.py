@@ -123,9 +123,7 @@ class Promises:
 @dataclass(eq=False)
 class _Queue:
     """One model's requests: ``free`` ones without a number, those that wait by number, and the number that is next.
-
-    ``since`` is the time since which the next one is missing.
-    """
+    ``since`` is the time since which the next one is missing."""
 
     next: int = 1
     waiting: dict[int, tuple[Promise, Work]] = field(default_factory=dict)

@@ -50,10 +50,8 @@ def attach(host: Host, key: str, source: Folder | Snapshot) -> Adapter:
 
 
 class Samplers:
-    """Sampling sessions by id (``<session>:sample:<number>``).
-
-    Each session keeps the last ``SNAPSHOTS`` copies in memory that it used; when it ends, it keeps none.
-    """
+    """Sampling sessions by id (``<session>:sample:<number>``). Each session keeps the last ``SNAPSHOTS`` copies in
+    memory that it used; when it ends, it keeps none."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
