@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step
+from earnest_audit import Metric, Step
 
 VOCABULARY, WIDTH, ROWS, LENGTH, PROMPT = 23, 16, 5, 12, 4
 
@@ -137,9 +137,8 @@ def policy_step(loss: Any = grpo_loss, dtype: torch.dtype = torch.float32, seed:
             "ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "reference": "ref",
             "advantages": "advantages",
         },
-        knobs={"beta": 0.04, "clip": 0.2},
-        terms={"kl": "beta"},
-        metrics={"kl": (0.0, None), "clip_fraction": (0.0, 1.0)},
+        settings={"beta": 0.04, "clip": 0.2},
+        metrics={"kl": Metric(0.0, weight="beta"), "clip_fraction": Metric(0.0, 1.0)},
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         max_grad_norm=1.0,
         logprobs=logprobs,
@@ -183,7 +182,7 @@ def distill_step(loss: Any = distill_loss, dtype: torch.dtype = torch.float32, s
         loss=loss,
         batch=batch,
         roles={"ids": "ids", "attention": "attention", "mask": "mask", "teacher": "teacher"},
-        knobs={"alpha": 0.3, "temperature": 1.5},
+        settings={"alpha": 0.3, "temperature": 1.5},
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         student=lambda m, b: m(b["ids"], b["attention"])[:, :-1],
         seed=seed,
@@ -212,7 +211,7 @@ def dpo_step(loss: Any = dpo_loss, dtype: torch.dtype = torch.float32, seed: int
             "rejected_mask": "rejected_mask",
         },
         logprobs=sequence_logprobs,
-        knobs={"beta": 0.1},
+        settings={"beta": 0.1},
         metrics={"accuracy": (0.0, 1.0)},
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         seed=seed,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
-from earnest_audit import LawBroken, Step, StepError, Verdict, audit
+from earnest_audit import LawBroken, Metric, Setting, Step, StepError, Verdict, audit
 from earnest_audit.laws import coverage, documents, masks, shadow
 from earnest_audit.verdict import Finding
 from tests.audit.steps import STEPS, Tiny, grpo_loss, policy_step, sft_loss, sft_step
@@ -172,8 +172,14 @@ def test_an_interrupt_ends_the_audit() -> None:
         ({"roles": {"maks": "labels"}}, r"unknown role 'maks': did you mean 'mask'\?"),
         ({"roles": {"labels": "label"}}, r"role 'labels' names 'label', which the batch does not have: .*'labels'"),
         ({"roles": {"labels": "name"}}, r"role 'labels' \('name'\) must be a tensor, got str"),
-        ({"terms": {"kl": "betta"}, "knobs": {"beta": 0.1}}, r"weighed by 'betta', which is no setting: .*'beta'"),
-        ({"options": {"mode": ("a",)}}, r"option 'mode' needs at least two different modes, got \['a'\]"),
+        (
+            {"metrics": {"kl": Metric(weight="betta")}, "settings": {"beta": 0.1}},
+            r"weighed by 'betta', which is no setting: .*'beta'",
+        ),
+        (
+            {"settings": {"mode": Setting("a", modes=("a",))}},
+            r"option 'mode' needs at least two different modes, got \['a', 'a'\]",
+        ),
         ({"family": "pretraining"}, r"unknown family 'pretraining'"),
         ({"batch": {}, "roles": {}}, r"the batch is empty"),
         ({"batch": (torch.ones(2),), "roles": {}}, r"the batch is a tuple: give a dict of tensors"),
@@ -255,7 +261,7 @@ def test_a_verdict_of_nothing_does_not_hold() -> None:
 def test_the_cost_is_bounded(family: str, dtype: torch.dtype) -> None:
     """In step times, counted (a gradient 1, a look ⅓), not timed."""
     step = STEPS[family](dtype=dtype)
-    declared = len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.terms)
+    declared = len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.weights)
     full, quick = audit(step), audit(step, quick=True)
     assert full.cost <= 20 + 2 * declared + 1e-6
     assert quick.cost < full.cost

@@ -1,12 +1,15 @@
-"""Setting and Metric: declared facts give the same audit as the parallel fields, and a guess is printed."""
+"""Setting and Metric: declared facts are what the laws read, and a guess is printed."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from earnest_audit import Metric, Setting, Step, StepError, audit
+from earnest_audit.errors import EarnestError
+from earnest_audit.first_edition import Raises
 from earnest_audit.laws import clipping, direction, knobs, metrics, on_policy
-from earnest_audit.step import Raises
 from tests.audit.steps import policy_step
 
 LAWS = [knobs.LAW, on_policy.LAW, clipping.LAW, metrics.LAW, direction.LAW]
@@ -44,10 +47,33 @@ def test_facts_fill_the_fields_that_the_laws_read() -> None:
     facts = {"kl": Metric(weight="beta"), "h": Metric(weight="beta", raises=True), "n": Metric(moves=False),
              "nll": Metric(weight=1.0), "r": Metric(neutral=1.0)}  # fmt: skip
     made = Step(step.model, step.loss, step.batch, step.roles, settings=settings, metrics=facts)
-    assert made.terms == {"kl": "beta", "h": Raises("beta")} and made.fixed == ("nll",) and made.still == {"n"}
+    assert made.weights == {"kl": "beta", "h": "beta"} and made.fixed == ["nll"]
     assert made.knobs == {"beta": 0.04, "clip": 0.2, "c": 0.1, "n": 8, "alpha": 0.5} and made.pure == {"alpha": 1.0}
-    assert made.options == {"mode": ("a", "b", "c")} and made.twins == {("a", "b")} and made.neutral == {"r": 1.0}
-    assert made.switches == ("c",) and made.inert == ("n",) and made.clips == ["clip"]
+    assert made.options == {"mode": ("a", "b", "c")} and made.switches == ["c"] and made.clips == ["clip"]
+
+
+def test_the_names_of_the_first_edition_are_translated_with_a_warning() -> None:
+    step = policy_step()
+    old: dict[str, Any] = {
+        "knobs": {"beta": 0.04, "n": 8, "c": 0.1, "alpha": 0.5}, "options": {"mode": ("a", "b")}, "inert": ("n",),
+        "switches": ["c"], "pure": {"alpha": 1.0}, "twins": frozenset({("a", "b"), ("x", "y")}), "fixed": ("nll",),
+        "terms": {"kl": "beta", "h": Raises("beta")}, "still": {"rows"}, "neutral": {"r": 1.0},
+    }  # fmt: skip
+    with pytest.warns(DeprecationWarning, match=r"knobs, options, .*Setting"):
+        made = Step(step.model, step.loss, step.batch, step.roles, metrics={"kl": (0.0, None)}, **old)
+    assert made.declared == {
+        "beta": Setting(0.04), "n": Setting(8, "inert"), "c": Setting(0.1, "weight"), "alpha": Setting(0.5, pure=1.0),
+        "mode": Setting("a", modes=("b",), twins=frozenset({("a", "b")})),
+    }  # fmt: skip
+    assert made.facts == {
+        "kl": Metric(0.0, weight="beta"), "h": Metric(weight="beta", raises=True), "nll": Metric(weight=1.0),
+        "rows": Metric(moves=False), "r": Metric(neutral=1.0),
+    }  # fmt: skip
+    with (
+        pytest.warns(DeprecationWarning, match="inert"),
+        pytest.raises(EarnestError, match=r"'chunks' is no setting: .*'chunk'"),
+    ):
+        Step(step.model, step.loss, step.batch, knobs={"chunk": 4}, inert=("chunks",))  # type: ignore[call-arg]
 
 
 def test_an_unknown_kind_is_an_error() -> None:

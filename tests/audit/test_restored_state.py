@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from earnest_audit import Step, audit
+from earnest_audit import Metric, Step, audit
 from earnest_audit.gradient import Gradient
 from earnest_audit.laws import knobs, liveness, masks, splits
 from earnest_audit.probe import Probe
@@ -164,7 +164,7 @@ def test_a_step_that_refuses_changes_is_audited_all_the_same() -> None:
         value = sft_loss(model, batch)[0]
         return value * (1 + share) + weight * value.square(), {"square": value.square()}
 
-    step = on(Tiny(), strict, knobs={"share": 0.5, "weight": 0.7}, terms={"square": "weight"})
+    step = on(Tiny(), strict, settings={"share": 0.5, "weight": 0.7}, metrics={"square": Metric(weight="weight")})
     verdict = audit(step, laws=[liveness.LAW, knobs.LAW, splits.LAW, masks.LAW])
     assert verdict.holds, str(verdict)
     found = measured(verdict)
@@ -242,7 +242,7 @@ def test_running_statistics_do_not_disturb_the_backward_pass() -> None:
 def test_the_budget_is_the_promise() -> None:
     step = policy_step()
     probe = Probe(step)
-    declared = len(step.roles) + len(step.knobs) + len(step.terms) + sum(map(len, step.options.values()))
+    declared = len(step.roles) + len(step.knobs) + len(step.weights) + sum(map(len, step.options.values()))
     assert probe.budget == 20 + 2 * declared
     probe.cost = probe.budget - 5
     assert probe.afford(1) and not probe.afford(2)

@@ -156,7 +156,7 @@ def test_a_barriers_own_strength_is_not_its_weight_in_a_sum() -> None:
     step = step_of(engine, objective, batch)
     assert step.knobs["kl_barrier.weight"] == 0.5 and step.knobs["kl_barrier.strength"] == 2.0
     assert step.weighed == {"grpo": "grpo.weight", "kl_barrier": "kl_barrier.weight"}
-    assert list(step.switches) == ["kl_barrier.weight"] == list(step.terms.values())
+    assert list(step.terms_off) == ["kl_barrier.weight"] == list(step.weights.values())
     turned = rebuild(objective, {**step.knobs, "kl_barrier.strength": 3.0})
     weighted = next(w for w in turned.terms if w.term.label == "kl_barrier")
     assert weighted.weight == 0.5 and weighted.term.strength == 3.0  # type: ignore[attr-defined]

@@ -29,8 +29,9 @@ CLIPS = ("clip", "clip high", "bound")
 
 @dataclass(frozen=True)
 class Setting:
-    """``modes``: the other modes of an option, each with a gradient of its own; ``twins``: pairs of modes that share
-    one by definition; ``pure``: the value that leaves the divergence or the preference alone."""
+    """``modes``: the other modes of an option, each with a gradient of its own; of an "inert" setting, the other legal
+    values, where not every number is one (degrees of parallelism). ``twins``: pairs of modes that share a gradient by
+    definition; ``pure``: the value that leaves the divergence or the preference alone."""
 
     value: Any
     kind: Kind = "setting"

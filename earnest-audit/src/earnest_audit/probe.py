@@ -257,7 +257,8 @@ class Probe(Measure):
             yield
             return
         if self._active is None:
-            self._active = replace(outer, knobs={**outer.knobs, **declared.settings})
+            changed = {n: replace(outer.declared[n], value=v) for n, v in declared.settings.items()}
+            self._active = replace(outer, settings={**outer.settings, **changed})
         self.step = self._active
         state, self._state = self._state, f"{self._state}, active"
         try:
@@ -315,7 +316,7 @@ class Probe(Measure):
     def budget(self) -> float:
         """The most that a full audit costs, in step times: 20 + 2 × (inputs + settings + modes + terms)."""
         step = self.step
-        return 20 + 2 * (len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.terms))
+        return 20 + 2 * (len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.weights))
 
     def afford(self, more: float, keep: float = 4.0) -> bool:
         """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""

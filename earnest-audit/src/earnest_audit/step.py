@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import wraps
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
+from earnest_audit.first_edition import renamed
 from earnest_audit.together import Together
 
 Role = Literal[
@@ -62,13 +64,6 @@ Loss = Callable[..., Any]
 
 class StepError(EarnestError):
     """A declaration of a step does not fit the step."""
-
-
-@dataclass(frozen=True)
-class Raises:
-    """In ``terms``: minimising the term raises its metric (an entropy bonus), instead of lowering it."""
-
-    knob: str
 
 
 @dataclass(frozen=True)
@@ -123,23 +118,16 @@ class Step:
                       design)
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
-    ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening)
+    ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening), or where
+                   the code takes exactly one row
     ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
     ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
-
-    The parallel fields of the first edition work as well: ``knobs`` (values), ``options`` (name -> modes), ``terms``
-    (metric -> weight, or ``Raises(weight)``), ``switches`` (weights of terms without a metric), ``pure``, ``inert``,
-    ``twins``, ``still`` (metrics that may stay constant), ``neutral``, ``fixed`` (metrics that are terms of weight 1;
-    once declared, terms and fixed are the whole loss).
     """
 
     model: nn.Module
     loss: Loss
     batch: Mapping[str, Any]
     roles: Mapping[str, str] = field(default_factory=dict)
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-    options: Mapping[str, Sequence[Any]] = field(default_factory=dict)
-    terms: Mapping[str, str | Raises] = field(default_factory=dict)
     optimizer: torch.optim.Optimizer | None = None
     max_grad_norm: float | None = None
     clipped: Sequence[nn.Parameter] | None = None
@@ -152,26 +140,19 @@ class Step:
     logprobs: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     student: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = None
     paths: Mapping[str, Loss | Backward] = field(default_factory=dict)
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # (low, high) or Metric; (low, high) once it is made
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
-    still: frozenset[str] = frozenset()
-    neutral: Mapping[str, float] = field(default_factory=dict)
     family: Family | None = None
     value_is_loss: bool | None = None
     reduction: Reduction | None = None
     wide: Sequence[str] | None = None
     masks: Sequence[str] = ()
     ignore_index: int = -100
-    switches: Sequence[str] = ()
     rows_interact: bool = False
     drops_tokens: bool = False
     pairwise: bool = True
-    pure: Mapping[str, Any] = field(default_factory=dict)
-    inert: Sequence[str] = ()
-    fixed: Sequence[str] = ()
     all_supervised: bool | None = False
     precision: torch.dtype | None = None
-    twins: frozenset[tuple[Any, Any]] = frozenset()
     tokenizer: Any = None
     name: str = "the step"
     seed: int = 0
@@ -180,10 +161,8 @@ class Step:
         given: Any = self.optimizer
         if isinstance(given, list | tuple):
             self.optimizer = Together(*given) if given else None
-        for name in ("may_idle", "switches", "inert"):
-            if isinstance(text := getattr(self, name), str):
-                raise StepError(f"{name}={text!r} is one text: give a sequence of names, ({text!r},).")
-        self._expand()
+        if isinstance(text := self.may_idle, str):
+            raise StepError(f"may_idle={text!r} is one text: give a sequence of names, ({text!r},).")
         if not isinstance(self.batch, Mapping) or not self.batch:
             what = "is empty" if isinstance(self.batch, Mapping) else f"is a {type(self.batch).__name__}"
             raise StepError(f"the batch {what}: give a dict of tensors, which the loss reads by their names.")
@@ -204,39 +183,55 @@ class Step:
         for role, key in self.roles.items():
             yield "unknown role {}", role, ROLES
             yield f"role {role!r} names {{}}, which the batch does not have", key, self.batch
+        for name, s in self.declared.items():
+            yield f"setting {name!r} is of an unknown kind {{}}", s.kind, KINDS
         for metric, knob in self.weights.items():
             yield f"term {metric!r} is weighed by {{}}, which is no setting", knob, self.knobs
-        known = [*self.knobs, *self.options]
-        for what, names in (("weight", self.switches), ("pure setting", self.pure), ("inert setting", self.inert)):
-            yield from ((f"the {what} {{}} is no setting", name, known) for name in names)
         for what, keys in (("wide", self.wide or ()), ("masks", self.masks)):
             yield from ((f"{what} names {{}}, which the batch does not have", key, self.batch) for key in keys)
         for what, name, choices in (("family", self.family, Family), ("reduction", self.reduction, Reduction)):
             if name is not None:
                 yield f"unknown {what} {{}}", name, get_args(choices)
 
-    def _expand(self) -> None:
-        """Facts about settings and metrics, into the fields that the laws read. What stands there already stays."""
-        given = {n: s if isinstance(s, Setting) else Setting(s) for n, s in self.settings.items()}
-        for name, s in given.items():
-            if s.kind not in KINDS:
-                raise StepError(f"setting {name!r} is of an unknown kind {s.kind!r}: {nearest(s.kind, KINDS)}")
-        self.knobs = {**{n: s.value for n, s in given.items() if not s.modes}, **self.knobs}
-        self.options = {**{n: (s.value, *s.modes) for n, s in given.items() if s.modes}, **self.options}
-        self.twins = self.twins.union(*(s.twins for s in given.values()))
-        self.pure = {**{n: s.pure for n, s in given.items() if s.pure is not None}, **self.pure}
-        facts = {n: m for n, m in self.metrics.items() if isinstance(m, Metric)}
-        self.metrics = {n: (m.low, m.high) if isinstance(m, Metric) else m for n, m in self.metrics.items()}
-        self.still = self.still | {n for n, m in facts.items() if not m.moves}
-        self.neutral = {**{n: m.neutral for n, m in facts.items() if m.neutral is not None}, **self.neutral}
-        terms = {n: Raises(m.weight) if m.raises else m.weight for n, m in facts.items() if isinstance(m.weight, str)}
-        self.terms = {**terms, **self.terms}
-        whole = [n for n, m in facts.items() if isinstance(m.weight, float) and n not in self.fixed]
-        self.fixed = (*self.fixed, *whole)
-        alone = {n for n, s in given.items() if s.kind == "weight"} - set(self.weights.values())
-        self.switches = (*self.switches, *(n for n in given if n in alone and n not in self.switches))
-        inert = [n for n, s in given.items() if s.kind == "inert" and n not in self.inert]
-        self.inert = (*self.inert, *inert)
+    @property
+    def declared(self) -> dict[str, Setting]:
+        """Every setting as a ``Setting``."""
+        return {n: s if isinstance(s, Setting) else Setting(s) for n, s in self.settings.items()}
+
+    @property
+    def options(self) -> dict[str, tuple[Any, ...]]:
+        """Settings with several modes, the present one first."""
+        return {n: (s.value, *s.modes) for n, s in self.declared.items() if s.modes and s.kind != "inert"}
+
+    @property
+    def knobs(self) -> dict[str, Any]:
+        """The values of all other settings."""
+        return {n: s.value for n, s in self.declared.items() if n not in self.options}
+
+    @property
+    def pure(self) -> dict[str, Any]:
+        """Settings at the values that leave the divergence or the preference alone."""
+        return {n: s.pure for n, s in self.declared.items() if s.pure is not None}
+
+    @property
+    def facts(self) -> dict[str, Metric]:
+        """Every declared metric as a ``Metric``."""
+        return {n: m if isinstance(m, Metric) else Metric(*m) for n, m in self.metrics.items()}
+
+    @property
+    def weights(self) -> dict[str, str]:
+        """Metric of a term -> the setting that weighs it."""
+        return {n: m.weight for n, m in self.facts.items() if isinstance(m.weight, str)}
+
+    @property
+    def fixed(self) -> list[str]:
+        """Metrics that are terms of weight 1; with them, the declared terms are the whole loss."""
+        return [n for n, m in self.facts.items() if isinstance(m.weight, float)]
+
+    @property
+    def switches(self) -> list[str]:
+        """Weights of terms without a metric."""
+        return [n for n, s in self.declared.items() if s.kind == "weight" and n not in self.weights.values()]
 
     def check_call(self) -> None:
         """Raise unless the loss takes a model, a batch, and every setting by its name."""
@@ -288,11 +283,6 @@ class Step:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
 
     @property
-    def weights(self) -> dict[str, str]:
-        """Metric of a term -> the setting that weighs it, whichever way the term moves its metric."""
-        return {metric: term.knob if isinstance(term, Raises) else term for metric, term in self.terms.items()}
-
-    @property
     def terms_off(self) -> dict[str, Any]:
         """Every declared term's weight at 0, so that what is left stands alone."""
         return dict.fromkeys([*self.weights.values(), *self.switches], 0.0)
@@ -330,6 +320,17 @@ class Step:
             return 1
         sizes = [t.shape[0] for t in tensors]
         return max(set(sizes), key=sizes.count)
+
+
+_made = Step.__init__
+
+
+@wraps(_made)
+def _step(self: Step, *args: Any, **given: Any) -> None:
+    _made(self, *args, **renamed(given))
+
+
+Step.__init__ = _step  # type: ignore[method-assign]
 
 
 def check_fields(declared: Mapping[str, Any]) -> None:

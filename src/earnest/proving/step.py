@@ -22,7 +22,7 @@ from earnest.proving import metrics as known_metrics
 from earnest.proving import settings as own_settings
 from earnest.signals.batch import Batch, Reference, Teacher
 from earnest.signals.distributions import FullLogits, Hidden
-from earnest_audit.facts import declared
+from earnest_audit.facts import Metric
 from earnest_audit.step import Backward, Family, Step
 
 Data = Mapping[str, Any]
@@ -92,16 +92,12 @@ def step_of(
         loss=loss,
         batch=data,
         roles={role: key for role, key in roles.items() if key in read},
-        settings=declared(own_settings.knobs(live)),
-        options=own_settings.options(live),
-        metrics=known_metrics.facts(live, values, prefixes),
-        terms={w.term.label: f"{w.term.label}.weight" for w in summed if "stop_gradient" not in w.term.laws},
-        switches=[f"{w.term.label}.weight" for w in summed],
+        settings=own_settings.declared(live, [w.term.label for w in summed]),
+        metrics=known_metrics.facts(live, values, prefixes) | _weights(summed),
         logprobs=logprobs if batch.targets.ndim == 2 else None,
         student=student if plain and "teacher" in read and len(labels) == 1 else None,
         family=_family(live, batch),
         value_is_loss=not stop,
-        twins=frozenset(pair for w in live for pair in w.term.twins),
         # If terms divide by different counts, the gradient of the sum is not a combination of two parts' gradients.
         rows_interact=not objective.additive or len(live) > 1 or any("batch_local" in w.term.laws for w in live),
         may_idle=("*.experts.*",) if any(slot.of_experts for slot in engine.adapter.slots.values()) else (),
@@ -114,6 +110,12 @@ def step_of(
         paths=paths,
         weighed={label: f"{label}.weight" for label in labels} if len(labels) > 1 else {},
     )
+
+
+def _weights(summed: Sequence[Weighted]) -> dict[str, Metric]:
+    """Terms whose value falls where their own gradient is followed, each with the setting that weighs it."""
+    labels = [w.term.label for w in summed if "stop_gradient" not in w.term.laws]
+    return {label: Metric(weight=f"{label}.weight") for label in labels}
 
 
 def _family(live: list[Weighted], batch: Batch) -> Family | None:

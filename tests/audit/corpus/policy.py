@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest_audit import Step
+from earnest_audit import Setting, Step
 from tests.audit.corpus.base import defect
 from tests.audit.steps import Tiny, grpo_loss, logprobs, policy_batch, policy_step, token_batch
 
@@ -97,7 +97,7 @@ def named_step(obeys: bool) -> Step:
         loss=loss,
         batch={k: v for k, v in policy_batch(model).items() if k != "ref"},
         roles={"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "advantages": "advantages"},
-        options={"loss_fn": ("importance_sampling", "ppo")},
+        settings={"loss_fn": Setting("importance_sampling", modes=("ppo",))},
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         logprobs=logprobs,
     )
@@ -133,7 +133,7 @@ def fused_step(reads_it: bool) -> Step:
             "ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "advantages": "advantages",
             "importance": "sampler",
         },
-        knobs={"clip": 0.2},
+        settings={"clip": 0.2},
         paths={"eager": eager},
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         logprobs=logprobs,
@@ -228,7 +228,7 @@ def tempered_step(applied: bool) -> Step:
         loss=loss,
         batch=batch,
         roles={"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "advantages": "advantages"},
-        knobs={"clip": 0.2},
+        settings={"clip": 0.2},
         optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
         logprobs=lambda m, b: at(m, b, heat),
     )

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest_audit import Step, Verdict, audit
+from earnest_audit import Metric, Step, Verdict, audit
 from earnest_audit.laws import LAWS, inputs, on_policy
 from tests.audit.steps import VOCABULARY, Tiny, logprobs, policy_batch
 
@@ -64,8 +64,8 @@ def ppo(how: str, dtype: torch.dtype = torch.float32) -> Step:
     batch["returns"] = batch["advantages"] + batch["values"]
     roles = {k: v for k, v in ROLES.items() if k != "rewards"}
     roles |= {"advantages": "advantages", "values": "values", "returns": "returns"}
-    return Step(model=model, loss=loss, batch=batch, roles=roles, terms={"value_loss": "vf_coef"},
-                knobs={"clip": 0.2, "cliprange_value": 0.2, "vf_coef": 0.5}, logprobs=logprobs,
+    return Step(model=model, loss=loss, batch=batch, roles=roles, metrics={"value_loss": Metric(weight="vf_coef")},
+                settings={"clip": 0.2, "cliprange_value": 0.2, "vf_coef": 0.5}, logprobs=logprobs,
                 value_is_loss=True)  # fmt: skip
 
 
@@ -88,4 +88,4 @@ def test_a_right_actor_and_critic_hold_in_full() -> None:
     step = ppo("max")
     verdict = audit(step, laws=LAWS)
     assert verdict.holds, str(verdict)
-    assert verdict.cost <= 20 + 2 * (len(step.roles) + len(step.knobs) + len(step.terms))
+    assert verdict.cost <= 20 + 2 * (len(step.roles) + len(step.knobs) + len(step.weights))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest_audit import Step, audit
+from earnest_audit import Metric, Setting, Step, audit
 from earnest_audit.laws import identical
 from earnest_audit.verdict import Finding
 from tests.audit.steps import distill_step
@@ -44,7 +44,7 @@ def likelihood(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 def step_of(loss: Any, **more: Any) -> Step:
     step = distill_step(loss, dtype=more.pop("dtype", torch.float32))
-    step.knobs = {}
+    step.settings = {}
     for name, value in more.items():
         setattr(step, name, value)
     step.__post_init__()
@@ -66,11 +66,12 @@ def test_a_likelihood_that_is_mixed_in_must_be_declared(hot: bool, dtype: torch.
     def loss(model: nn.Module, batch: Mapping[str, Any], alpha: float, temperature: float) -> Tensor:
         return hinton(model, batch, alpha, temperature, hot)
 
-    settings = {"knobs": {"alpha": 0.5, "temperature": 2.0}, "dtype": dtype}
-    found = audit(step_of(loss, **settings), laws=[identical.LAW]).findings
+    settings: dict[str, Any] = {"alpha": 0.5, "temperature": 2.0}
+    found = audit(step_of(loss, settings=settings, dtype=dtype), laws=[identical.LAW]).findings
     (row,) = [f for f in found if f.subject == IDENTICAL]
     assert row.outcome == "fails" and "Setting(value, pure=…)" in row.meaning, row
-    assert judged(step_of(loss, **settings, pure={"alpha": 1.0}))[IDENTICAL] == ("fails" if hot else "holds")
+    pure = step_of(loss, settings=settings | {"alpha": Setting(0.5, pure=1.0)}, dtype=dtype)
+    assert judged(pure)[IDENTICAL] == ("fails" if hot else "holds")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +88,8 @@ def test_where_every_term_has_a_weight_one_of_them_is_the_divergence(dtype: torc
         nll = likelihood(model, batch)
         return kd * kl + ce * nll, {"kl": kl, "ce": nll}
 
-    declared = {"knobs": {"kd": 0.5, "ce": 0.5}, "terms": {"kl": "kd", "ce": "ce"}, "dtype": dtype}
+    terms = {"kl": Metric(weight="kd"), "ce": Metric(weight="ce")}
+    declared: dict[str, Any] = {"settings": {"kd": 0.5, "ce": 0.5}, "metrics": terms, "dtype": dtype}
     assert judged(step_of(loss, **declared))[IDENTICAL] == "holds"
     assert judged(step_of(broken, **declared))[IDENTICAL] == "fails"
 
@@ -132,7 +134,7 @@ def amari(model: nn.Module, batch: Mapping[str, Any], alpha: float) -> Tensor:
     (jsd, "holds"), (skew, "holds"), (scaled, "holds"), (amari, "holds"), (swapped, "fails"),
 ])  # fmt: skip
 def test_only_swapped_weights_grow_towards_both_ends(loss: Any, outcome: str, dtype: torch.dtype) -> None:
-    found = judged(step_of(loss, knobs={"alpha": 0.3}, dtype=dtype))
+    found = judged(step_of(loss, settings={"alpha": 0.3}, dtype=dtype))
     assert found["a mixture's weight alpha"] == outcome and found[IDENTICAL] == "holds"
 
 
@@ -143,5 +145,5 @@ def test_a_divergence_that_is_one_term_with_a_weight_is_judged_by_it(wrong: bool
         gap = teacher - (student.mul(2).log_softmax(-1) if wrong else student)
         return coef * mean((teacher.exp() * gap).sum(-1), batch)
 
-    found = judged(step_of(loss, knobs={"coef": 1.0}, switches=("coef",)))
+    found = judged(step_of(loss, settings={"coef": Setting(1.0, "weight")}))
     assert found[IDENTICAL] == ("fails" if wrong else "holds") and found["different distributions"] == "holds"

@@ -30,7 +30,7 @@ def both(model: nn.Module, batch: Mapping[str, Any], temperature: float = 1.0) -
 
 def step_of(loss: Any, **more: Any) -> Step:
     step = distill_step(loss, dtype=more.pop("dtype", torch.float32))
-    step.knobs = {}
+    step.settings = {}
     for name, value in more.items():
         setattr(step, name, value)
     step.__post_init__()

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, StepError, audit
+from earnest_audit import Metric, Step, StepError, audit
 from earnest_audit.law import Law
 from earnest_audit.laws import finite_difference, masks, metrics, shadow, splits
 from tests.audit.steps import dpo_step, grpo_loss, logprobs, policy_step, sft_step
@@ -34,7 +34,7 @@ def penalised(kl_of: Callable[[Tensor, Mapping[str, Any]], Tensor], logged: floa
         return policy + beta * value, {"kl": logged * value, "policy": policy, "clip_fraction": found["clip_fraction"]}
 
     step = policy_step(loss)
-    step.knobs = {**step.knobs, "beta": 1e-3}
+    step.settings = {**step.settings, "beta": 1e-3}
     return step
 
 
@@ -86,7 +86,7 @@ def test_log_probs_of_a_policy_gradient_are_driven_too() -> None:
 
         step = policy_step(loss)
         step.roles = {k: v for k, v in step.roles.items() if k != "reference"}
-        step.terms, step.metrics, step.knobs = {}, {}, {"beta": 0.0, "clip": 0.2}
+        step.metrics, step.settings = {}, {"beta": 0.0, "clip": 0.2}
         return step
 
     assert "confident outputs" in held(ratios(lambda lp, old: (lp - old).exp()), shadow.LAW)
@@ -146,7 +146,7 @@ def test_a_declared_reduction_is_checked(reduction: str) -> None:
 def test_a_term_of_small_weight_is_added_up_by_itself() -> None:
     def whole(logged: float) -> Step:
         step = penalised(k3, logged)
-        step.fixed = ("policy",)
+        step.metrics = {**step.metrics, "policy": Metric(weight=1.0)}
         return step
 
     subject = "term kl by itself"
@@ -173,5 +173,5 @@ def test_usual_names_of_metrics_have_a_range_and_move() -> None:
     assert "metric win_rate" in failed(logging(win_rate=lambda found: 5 * found["clip_fraction"] + 2), metrics.LAW)
     assert "metric prob_ratio" in failed(logging(prob_ratio=lambda found: -found["kl"] - 1), metrics.LAW)
     constant = logging(clip_fraction=lambda _: 0.0)
-    constant.still = frozenset({"clip_fraction"})
+    constant.metrics = {**constant.metrics, "clip_fraction": Metric(0.0, 1.0, moves=False)}
     assert "metric clip_fraction" not in failed(constant, metrics.LAW)

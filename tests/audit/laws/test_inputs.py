@@ -52,7 +52,7 @@ def test_labels_may_mark_positions_and_ids_be_the_targets() -> None:
 @pytest.mark.parametrize("deaf", [False, True])
 def test_a_term_of_weight_0_is_activated_before_its_input_is_judged(deaf: bool) -> None:
     step = policy_step()
-    step.knobs = {"beta": 0.0, "clip": 0.2}
+    step.settings = {"beta": 0.0, "clip": 0.2}
     if deaf:
         own = step.loss
         step.loss = lambda model, batch, **k: own(model, {**batch, "ref": batch["ref"] * 0 - 1.0}, **k)
@@ -160,7 +160,7 @@ def test_a_gradient_that_is_nan_off_policy_is_reported_once() -> None:
         return (((gap.sqrt() * beta) - now) * mask).sum() / mask.sum()
 
     roles = {"ids": "ids", "attention": "attention", "mask": "mask", "reference": "ref"}
-    step = Step(model=model, loss=rooted, batch=batch, roles=roles, knobs={"beta": 0.1})
+    step = Step(model=model, loss=rooted, batch=batch, roles=roles, settings={"beta": 0.1})
     verdict = audit(step, laws=[liveness.LAW, inputs.LAW, knobs.LAW, masks.LAW])
     assert [(f.law, f.measured) for f in verdict.failures] == [("IG", "not finite off-policy")]
     assert [f.law for f in verdict.findings if f.measured == "not finite off-policy"] == ["IG", "KG", "MI"]
@@ -212,7 +212,7 @@ def test_a_hinge_depends_on_its_reference_beyond_its_corner(beta: float, deaf: b
     def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
         return hinge(model, batch, beta, deaf)
 
-    found = rows(audit(pair_step(loss, knobs={"beta": beta}), laws=[inputs.LAW]).findings)
+    found = rows(audit(pair_step(loss, settings={"beta": beta}), laws=[inputs.LAW]).findings)
     assert found["input reference_chosen (ref_chosen)"] == "holds"
     assert found["input reference_rejected (ref_rejected)"] == ("fails" if deaf else "holds")
 

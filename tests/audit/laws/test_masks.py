@@ -282,7 +282,7 @@ def test_a_mask_of_tokens_beside_a_teacher_as_wide(dtype: torch.dtype) -> None:
     with torch.no_grad():
         teacher = Tiny(9)(step.batch["ids"], step.batch["attention"])
     step.batch = {**step.batch, "mask": wide, "teacher": teacher}
-    step.knobs = {}
+    step.settings = {}
     step.student = lambda m, b: m(b["ids"], b["attention"])
     verdict = audit(step)
     assert verdict.holds, str(verdict)

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, audit
+from earnest_audit import Metric, Step, audit
 from earnest_audit.laws import metrics
 from tests.audit.steps import (
     dpo_loss,
@@ -109,9 +109,9 @@ def test_a_metric_may_stand_still_only_where_that_is_declared() -> None:
     def counted(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
         return sft_loss(model, batch)[0], {"rows": len(batch["ids"])}
 
-    for still in (frozenset({"rows"}), frozenset[str]()):
-        step = sft_step(counted, metrics={"rows": (0, None)}, still=still)
-        assert bool(audit(step, laws=[metrics.LAW]).failures) == (not still)
+    for moves in (False, True):
+        step = sft_step(counted, metrics={"rows": Metric(0, moves=moves)})
+        assert bool(audit(step, laws=[metrics.LAW]).failures) == moves
 
 
 def test_a_declared_neutral_value_must_be_declared() -> None:
@@ -123,7 +123,7 @@ def test_a_declared_neutral_value_must_be_declared() -> None:
         return value, {**logged, "drift": logged["approx_kl"] + 0.5}
 
     for expected in (0.5, 0.0):
-        step.loss, step.neutral = odd, {"drift": expected}
+        step.loss, step.metrics = odd, {"drift": Metric(neutral=expected)}
         failures = {f.subject for f in audit(step, laws=[metrics.LAW]).failures}
         assert ("metric drift, policy unchanged" in failures) == (expected == 0.0)
 

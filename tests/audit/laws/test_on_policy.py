@@ -60,7 +60,7 @@ def test_a_setting_with_a_part_of_a_clips_name_is_no_clip(name: str) -> None:
         return value / (1 + more[name]), metrics  # acts at ratio 1, legitimately
 
     step = policy_step(loss)
-    step.knobs = {**step.knobs, name: 1.0}
+    step.settings = {**step.settings, name: 1.0}
     verdict = audit(step, laws=[on_policy.LAW])
     assert verdict.holds, str(verdict)
     assert {s for s in outcomes(verdict) if s.startswith("clip ")} == {"clip clip at ratio 1"}
@@ -72,7 +72,7 @@ def test_a_clip_that_acts_at_ratio_one_is_seen() -> None:
         return value * eps_clip, metrics
 
     step = policy_step()
-    step.loss, step.knobs = loss, {"beta": 0.04, "eps_clip": 0.2}
+    step.loss, step.settings = loss, {"beta": 0.04, "eps_clip": 0.2}
     assert outcomes(audit(step, laws=[on_policy.LAW]))["clip eps_clip at ratio 1"] == "fails"
 
 
@@ -102,7 +102,7 @@ def step(loss: Any, knobs: dict[str, float], dtype: torch.dtype = torch.float32,
     batch = policy_batch(model)
     batch["rollout"] = (batch["old"] - 0.03).clamp(max=-1e-3) * batch["mask"]
     roles = more.pop("roles", ROLES)
-    return Step(model=model, loss=loss, batch={**batch, **more.pop("batch", {})}, roles=roles, knobs=knobs,
+    return Step(model=model, loss=loss, batch={**batch, **more.pop("batch", {})}, roles=roles, settings=knobs,
                 logprobs=logprobs, **more)  # fmt: skip
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, audit
+from earnest_audit import Metric, Step, audit
 from earnest_audit.laws import (
     metrics,
     pairs,
@@ -72,7 +72,7 @@ def with_nll(model: nn.Module, batch: Mapping[str, Any], beta: float, alpha: flo
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_declared_terms_are_off_while_pairs_are_judged(dtype: torch.dtype) -> None:
-    step = pair_step(with_nll, dtype=dtype, knobs={"beta": 0.1, "alpha": 1.0}, terms={NLL: "alpha"})
+    step = pair_step(with_nll, dtype=dtype, settings={"beta": 0.1, "alpha": 1.0}, metrics={NLL: Metric(weight="alpha")})
     found = judged(step)
     assert found[IDENTICAL] == "holds" and found[ALIKE] == "holds"
 
@@ -81,12 +81,12 @@ def test_an_undeclared_weight_must_be_declared_and_a_broken_side_is_no_weight() 
     def halved(model: nn.Module, batch: Mapping[str, Any], beta: float, alpha: float) -> Any:
         return with_nll(model, batch, beta, alpha, less=0.5)
 
-    settings = {"knobs": {"beta": 0.1, "alpha": 1.0}}
+    settings = {"settings": {"beta": 0.1, "alpha": 1.0}}
     found = audit(pair_step(with_nll, **settings), laws=[pairs.LAW]).findings
     (row,) = [f for f in found if f.subject == IDENTICAL]
     assert row.outcome == "fails" and "declare its weight" in row.meaning
     assert judged(pair_step(halved, **settings))[IDENTICAL] == "fails"
-    assert judged(pair_step(halved, **settings, terms={NLL: "alpha"}))[IDENTICAL] == "fails"
+    assert judged(pair_step(halved, **settings, metrics={NLL: Metric(weight="alpha")}))[IDENTICAL] == "fails"
 
 
 def orpo(model: nn.Module, batch: Mapping[str, Any], lam: float, sft: float = 1.0) -> Any:
@@ -103,10 +103,11 @@ def test_a_preference_may_be_the_term_and_the_likelihood_the_rest(dtype: torch.d
         ratio = -F.logsigmoid(2 * chosen - rejected).mean()
         return -chosen.mean() + lam * ratio, {"or": ratio}
 
-    declared = {"referred": False, "knobs": {"lam": 0.1}, "logprobs": averages, "dtype": dtype, "terms": {"or": "lam"}}
+    declared: dict[str, Any] = {"referred": False, "settings": {"lam": 0.1}, "logprobs": averages, "dtype": dtype}
+    declared["metrics"] = {"or": Metric(weight="lam")}
     assert judged(pair_step(orpo, **declared))[IDENTICAL] == "holds"
     assert judged(pair_step(one_sided, **declared))[IDENTICAL] == "fails"
-    assert judged(pair_step(orpo, **{**declared, "terms": {}}))[IDENTICAL] == "fails"
+    assert judged(pair_step(orpo, **{**declared, "metrics": {}}))[IDENTICAL] == "fails"
 
 
 def test_terms_that_are_the_whole_loss_add_up_to_it() -> None:
@@ -116,7 +117,13 @@ def test_terms_that_are_the_whole_loss_add_up_to_it() -> None:
         return orpo(model, batch, lam, sft=0.0)
 
     for loss, outcome in ((orpo, "holds"), (without, "fails")):
-        step = pair_step(loss, referred=False, knobs={"lam": 0.1}, logprobs=averages, terms={"or": "lam"}, fixed=(NLL,))
+        step = pair_step(
+            loss,
+            referred=False,
+            settings={"lam": 0.1},
+            logprobs=averages,
+            metrics={"or": Metric(weight="lam"), NLL: Metric(weight=1.0)},
+        )
         assert rows(audit(step, laws=[metrics.LAW]).findings)["the sum of the terms"] == outcome
 
 
@@ -159,7 +166,7 @@ def test_a_margin_beyond_its_target_is_drawn_back_legitimately() -> None:
         return ipo(model, batch, beta, sign=-1.0)
 
     for loss, outcome, there in ((ipo, "holds", "+1"), (turned, "fails", "-1")):
-        step = pair_step(loss, knobs={"beta": 5.0})
+        step = pair_step(loss, settings={"beta": 5.0})
         step.batch = {**step.batch, "ref_chosen": step.batch["ref_chosen"] - 20.0}
         (found,) = (f for f in audit(step, laws=[pairs.LAW]).findings if f.subject == "descending widens the margin")
         assert found.outcome == outcome and f", {there} at the reference" in found.measured, found
@@ -185,7 +192,7 @@ def test_a_smoothed_half_with_a_wrong_sign_is_seen() -> None:
             x = beta * (chosen - rejected) - target
             return -((1 - label_smoothing) * F.logsigmoid(x) + sign * label_smoothing * F.logsigmoid(-x)).mean()
 
-        return pair_step(loss, knobs={"beta": 0.1, "label_smoothing": 0.1})
+        return pair_step(loss, settings={"beta": 0.1, "label_smoothing": 0.1})
 
     subject = "swapped answers at 1 - label_smoothing"
     assert judged(smoothed(1.0, 0.0))[subject] == "holds"
@@ -212,5 +219,5 @@ def test_a_reference_that_holds_both_answers_is_made_equal_with_its_pair(mixed: 
         return -F.logsigmoid(beta * (bent[:, 0] - bent[:, 1])).mean()
 
     roles = {r: k for r, k in step.roles.items() if not r.startswith("reference")} | {"reference": "ref"}
-    stacked = Step(step.model, loss, batch, roles, {"beta": 0.1}, logprobs=sequence_logprobs)
+    stacked = Step(step.model, loss, batch, roles, settings={"beta": 0.1}, logprobs=sequence_logprobs)
     assert judged(stacked)[IDENTICAL] == ("fails" if mixed else "holds")

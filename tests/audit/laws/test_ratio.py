@@ -54,7 +54,7 @@ def step(loss: Any, knobs: dict[str, float], dtype: torch.dtype = torch.float32,
     batch = policy_batch(model)
     batch["rollout"] = (batch["old"] - 0.03).clamp(max=-1e-3) * batch["mask"]
     roles = more.pop("roles", ROLES)
-    return Step(model=model, loss=loss, batch={**batch, **more.pop("batch", {})}, roles=roles, knobs=knobs,
+    return Step(model=model, loss=loss, batch={**batch, **more.pop("batch", {})}, roles=roles, settings=knobs,
                 logprobs=logprobs, **more)  # fmt: skip
 
 
@@ -244,7 +244,7 @@ def test_a_product_over_rows_of_unequal_length_has_no_single_power(counted: int)
         return -(weight * (lp - batch["proximal"]).exp() * a * mask).sum() / mask.sum()
 
     step = policy_step(of_rows if counted == 1 else of_tokens)
-    step.knobs, step.terms, step.metrics = {}, {}, {}
+    step.settings, step.metrics = {}, {}
     lengths = torch.tensor([8, 7, 8, 7, 7])
     attention = (torch.arange(12)[None] < 4 + lengths[:, None]).long()
     mask = (attention[:, 1:] * (torch.arange(1, 12)[None] >= 4)).float()
@@ -268,6 +268,6 @@ def test_a_clip_of_a_product_over_the_row(right: bool) -> None:
     step = policy_step(loss)
     step.batch = {k: v for k, v in step.batch.items() if k != "ref"}
     step.roles = {r: k for r, k in step.roles.items() if r != "reference"}
-    step.knobs, step.terms, step.metrics = {"clip": 0.2}, {}, {}
+    step.settings, step.metrics = {"clip": 0.2}, {}
     verdict = audit(step, laws=[clipping.LAW, knobs.LAW])
     assert verdict.holds is right, str(verdict)

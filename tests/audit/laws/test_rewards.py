@@ -67,7 +67,7 @@ def grouped(estimator: Any, dtype: torch.dtype = torch.float32, pick: Any = torc
     batch = {k: torch.cat([v, v[1:2]]) for k, v in batch.items()}
     batch["rewards"] = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 0.25]).to(more.pop("kind", torch.float32))
     batch["group"] = torch.tensor([0, 0, 0, 1, 1, 1])
-    return Step(model=model, loss=loss, batch=batch, roles={**ROLES, "group": "group"}, knobs={"clip": 0.2},
+    return Step(model=model, loss=loss, batch=batch, roles={**ROLES, "group": "group"}, settings={"clip": 0.2},
                 logprobs=logprobs, value_is_loss=True, **more)  # fmt: skip
 
 
@@ -122,7 +122,7 @@ def with_kl(sign: float, form: str, whiten: bool) -> Step:
     batch = policy_batch(model)
     batch["rewards"] = torch.tensor([1.0, 0.0, 0.5, -1.0, 1.0])
     return Step(model=model, loss=loss, batch=batch, roles={**ROLES, "reference": "ref"}, rows_interact=whiten,
-                knobs={"clip": 0.2, "kl_coef": 0.05}, logprobs=logprobs, value_is_loss=True)  # fmt: skip
+                settings={"clip": 0.2, "kl_coef": 0.05}, logprobs=logprobs, value_is_loss=True)  # fmt: skip
 
 
 @pytest.mark.parametrize("whiten", [False, True])

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, StepError, audit
+from earnest_audit import Setting, Step, audit
 from earnest_audit.law import Law
 from earnest_audit.laws import (
     knobs,
@@ -59,7 +59,7 @@ def test_a_hinge_that_is_inactive_still_has_its_weight() -> None:
 
     for read, expected in ((1.0, "holds"), (0.0, "fails")):
         step = dpo_step(lambda m, b, beta, lam, read=read: loss(m, b, beta, lam, read))
-        step.knobs, step.metrics = {"beta": 0.1, "lam": 5.0}, {}
+        step.settings, step.metrics = {"beta": 0.1, "lam": 5.0}, {}
         step.batch = {**step.batch, "ref_chosen": step.batch["ref_chosen"] - 30}
         assert outcome(step, knobs.LAW, "setting lam") == expected
 
@@ -69,8 +69,8 @@ def test_a_hinge_whose_every_pair_is_active_still_has_its_margin() -> None:
         chosen, rejected = sequence_logprobs(model, batch)
         return (100 + margin - (chosen - rejected)).relu().mean()
 
-    assert outcome(_unreferred(loss, knobs={"margin": 1.0}), knobs.LAW, "setting margin") == "holds"
-    ignored = _unreferred(lambda m, b, margin: loss(m, b, 1.0), knobs={"margin": 1.0})
+    assert outcome(_unreferred(loss, settings={"margin": 1.0}), knobs.LAW, "setting margin") == "holds"
+    ignored = _unreferred(lambda m, b, margin: loss(m, b, 1.0), settings={"margin": 1.0})
     assert outcome(ignored, knobs.LAW, "setting margin") == "fails"
 
 
@@ -82,7 +82,7 @@ def test_a_threshold_that_was_set_far_below(read: float, expected: str) -> None:
         value = sft_loss(model, batch)[0]
         return value + (10 * value - read * tau).relu()
 
-    assert outcome(sft_step(loss, knobs={"tau": 1e-3}), knobs.LAW, "setting tau") == expected
+    assert outcome(sft_step(loss, settings={"tau": 1e-3}), knobs.LAW, "setting tau") == expected
 
 
 def rows(findings: tuple[Finding, ...]) -> dict[str, str]:
@@ -110,15 +110,21 @@ def test_what_is_declared_inert_must_not_matter(means: bool, chunk: int, dtype: 
     def loss(model: nn.Module, batch: Mapping[str, Any], chunk: int) -> Tensor:
         return chunked(model, batch, chunk, means)
 
-    step = sft_step(loss, knobs={"chunk": chunk}, inert=("chunk",), dtype=dtype)
+    step = sft_step(loss, settings={"chunk": Setting(chunk, "inert")}, dtype=dtype)
     assert rows(audit(step, laws=[knobs.LAW]).findings)["setting chunk"] == ("fails" if means else "holds")
 
 
-def test_an_inert_setting_must_be_declared() -> None:
-    with pytest.raises(StepError, match=r"inert setting 'chunks' is no setting: .*'chunk'"):
-        sft_step(knobs={"chunk": 4}, inert=("chunks",))
-    with pytest.raises(StepError, match="one text"):
-        sft_step(knobs={"chunk": 4}, inert="chunk")
+def test_an_inert_setting_is_tried_at_its_legal_values() -> None:
+    """A degree of parallelism that does not divide the vocabulary is no legal value; undeclared, it is tried."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], tp: int) -> Tensor:
+        logits = model(batch["ids"], batch["attention"])
+        shards = logits[:, :-1, : logits.shape[-1] // tp * tp]  # what does not fill a shard is lost
+        return F.cross_entropy(shards.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+    for modes, expected in (((23,), "holds"), ((22,), "fails"), ((), "fails")):  # the vocabulary has 23 ids
+        step = sft_step(loss, settings={"tp": Setting(1, "inert", modes=modes)})
+        assert outcome(step, knobs.LAW, "setting tp") == expected
 
 
 def test_a_setting_of_another_mode_does_not_apply() -> None:
@@ -127,7 +133,7 @@ def test_a_setting_of_another_mode_does_not_apply() -> None:
         share = smooth if how == "smooth" else 0.0
         return F.cross_entropy(logits, batch["labels"][:, 1:].flatten(), ignore_index=-100, label_smoothing=share)
 
-    step = sft_step(loss, knobs={"smooth": 0.1, "dead": 0.1}, options={"how": ("plain", "smooth")})
+    step = sft_step(loss, settings={"smooth": 0.1, "dead": 0.1, "how": Setting("plain", modes=("smooth",))})
     found = rows(audit(step, laws=[knobs.LAW]).findings)
     assert found["setting smooth"] == "not applicable" and found["setting dead"] == "fails"
 
@@ -137,7 +143,7 @@ def test_a_clip_without_a_behaviour_policy_must_be_declared() -> None:
         chosen, _ = sequence_logprobs(model, batch)
         return -(chosen - chosen.detach()).exp().clamp(1 - clip, 1 + clip).mean()
 
-    step = pair_step(on_policy, knobs={"clip": 0.2})
+    step = pair_step(on_policy, settings={"clip": 0.2})
     assert rows(audit(step, laws=[knobs.LAW]).findings)["setting clip"] == "not declared"
 
 
@@ -154,5 +160,5 @@ def test_an_end_that_is_clamped_trains_nothing() -> None:
         return jsd(model, batch, beta)
 
     for loss, seen in ((clamped, True), (ends, False)):
-        found = rows(audit(step_of(loss, knobs={"beta": 1.0}), laws=[knobs.LAW]).findings)
+        found = rows(audit(step_of(loss, settings={"beta": 1.0}), laws=[knobs.LAW]).findings)
         assert (found.get("setting beta, its present value") == "fails") == seen and found["setting beta"] == "holds"

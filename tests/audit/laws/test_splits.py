@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, audit
+from earnest_audit import Metric, Step, audit
 from earnest_audit.law import Law
 from earnest_audit.laws import (
     liveness,
@@ -217,7 +217,7 @@ def test_a_part_without_a_gradient_is_legitimate(seed: int) -> None:
     """All advantages of the first rows are 0: the whole is the other part alone."""
     step = policy_step(seed=seed)
     step.batch["advantages"][:2] = 0.0  # type: ignore[index]
-    step.knobs = {"beta": 0.0, "clip": 0.2}
+    step.settings = {"beta": 0.0, "clip": 0.2}
     assert outcomes_laws(audit(step, laws=[splits.LAW]).findings)["whole = parts (uneven)"] == "holds"
 
 
@@ -282,7 +282,7 @@ def test_pairs_that_are_stacked_belong_together_by_declaration(layout: str) -> N
     roles: dict[Any, str] = {"ids": "ids", "attention": "attention", "mask": "mask", "reference": "ref"}
     found = {}
     for declared in (True, False):
-        step = Step(model=model, loss=loss, batch=batch, roles=roles, knobs={"beta": 0.1}, rows_interact=declared)
+        step = Step(model=model, loss=loss, batch=batch, roles=roles, settings={"beta": 0.1}, rows_interact=declared)
         found[declared] = outcome(step, splits.LAW, "permuted rows")
     assert found == {True: "not applicable", False: "fails"}
 
@@ -298,7 +298,7 @@ def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() 
         odds = -F.logsigmoid(gap).mean()
         return -(logprobs(model, row) * shown).sum() / shown.sum() + lam * odds, {"odds": odds}
 
-    step = _unreferred(loss, knobs={"lam": 0.3}, terms={"odds": "lam"})
+    step = _unreferred(loss, settings={"lam": 0.3}, metrics={"odds": Metric(weight="lam")})
     assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"
 
 

@@ -52,6 +52,7 @@ def truncated_flag(m: Any, fn: Fn) -> Thing:
         m.make(0)["rows"],
         pads={"ids": -1, "mask": 0, "labels": -100},
         targets=lambda row: [i for turn in row["turns"] for i in turn["action_ids"]],
+        columns={"truncated": lambda row: float(row["turns"][-1]["finish_reason"] == "length")},
     )
 
 
@@ -222,7 +223,13 @@ def decay_to_the_last_step(m: Any, fn: Fn) -> Thing:
         return [fn(k, min_lr=min_lr, decay_start=decay_start, total=total) for k in range(total)]
 
     return Schedule(
-        rates, peak=1e-3, final=1e-5, total=1000, warmup=100, settings={"min_lr": 1e-5, "decay_start": 500.0}
+        rates,
+        peak=1e-3,
+        final=1e-5,
+        total=1000,
+        warmup=100,
+        ends=1000,
+        settings={"min_lr": 1e-5, "decay_start": 500.0},
     )
 
 

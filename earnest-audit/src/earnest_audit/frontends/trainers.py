@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import edits
-from earnest_audit.facts import Kind, Setting
+from earnest_audit.facts import Kind, Metric, Setting
 from earnest_audit.restore import replaced
 from earnest_audit.step import Step
 from earnest_audit.watching.monitors import hooked
@@ -92,7 +92,7 @@ def step_of_trainer(
         batch=batch,
         roles=roles,
         settings={n: Setting(v, KIND_OF.get(n, "setting")) for n, v in knobs.items()},
-        terms={"kl": "beta"} if "reference" in roles and "beta" in knobs else {},
+        metrics={"kl": Metric(weight="beta")} if "reference" in roles and "beta" in knobs else {},
         optimizer=hooked(trainer.optimizer),
         max_grad_norm=getattr(args, "max_grad_norm", None) or None,
         value_is_loss=False if weighed else None,

@@ -20,7 +20,7 @@ SUBJECT = "a penalty at the reference"
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    named = {m: t for m, t in step.terms.items() if isinstance(t, str) and _about_the_reference(m)}
+    named = {m: k for m, k in step.weights.items() if not step.facts[m].raises and _about_the_reference(m)}
     if not named or step.logprobs is None:
         missing = LAW.not_declared(SUBJECT, "logprobs=lambda model, batch: …")
         yield missing if named else LAW.not_applicable(SUBJECT, "no term has a metric named like a kl")

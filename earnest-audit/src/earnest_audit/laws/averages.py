@@ -47,7 +47,7 @@ def check(probe: Probe) -> Rows:
 
 def is_average(probe: Probe, name: str) -> bool:
     words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    declared = name in probe.step.terms or (name in probe.step.metrics and name not in probe.step.still)
+    declared = name in probe.step.facts and (name in probe.step.weights or probe.step.facts[name].moves)
     return not words & APART and (declared or bool(words & USUAL))
 
 

@@ -12,15 +12,14 @@ from __future__ import annotations
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law, Rows
 from earnest_audit.probe import Probe
-from earnest_audit.step import Raises
 
 STEP = 3e-3  # of the parameters' norm
 
 
 def check(probe: Probe) -> Rows:
     step, batch = probe.step, probe.off_policy()
-    for metric, term in step.terms.items():
-        knob, wanted = step.weights[metric], +1 if isinstance(term, Raises) else -1
+    for metric, knob in step.weights.items():
+        wanted = +1 if step.facts[metric].raises else -1
         weight = float(step.knobs[knob]) or 1.0
         own = probe.gradient(batch, {knob: 2 * weight}).minus(probe.gradient(batch, {knob: 0.0}))
         if own.norm() == 0:
@@ -45,5 +44,5 @@ def check(probe: Probe) -> Rows:
 
 LAW = Law(
     "DR", "direction", __doc__, check, quick=False, perturbed=True,
-    asks=(("terms", "metrics={name: Metric(weight=the setting that weighs it)}", lambda step: bool(step.terms)),),
+    asks=(("terms", "metrics={name: Metric(weight=the setting that weighs it)}", lambda step: bool(step.weights)),),
 )  # fmt: skip

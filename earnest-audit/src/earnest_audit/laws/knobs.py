@@ -35,7 +35,7 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable("settings", "not finite off-policy", "see IG."))
     weights = set(step.weights.values())
     for knob, value in step.knobs.items():
-        if knob in step.inert:
+        if step.kinds.get(knob) == "inert":
             yield _inert(probe, base, knob, value)
         elif knob not in weights:  # a weight is checked for more below
             yield _setting(probe, base, knob, value)
@@ -60,7 +60,8 @@ def candidates(value: Any) -> list[Any]:
 
 def _inert(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
     """A chunk length must not matter; a short one is tried, which leaves a remainder."""
-    others = [3 if value != 3 else 2, value * 4 + 3] if type(value) is int else candidates(value)[:2]
+    usual = [3 if value != 3 else 2, value * 4 + 3] if type(value) is int else candidates(value)[:2]
+    others = probe.step.declared[knob].modes or usual
     changes = {other: change for other in others if (change := _moved(probe, base, {knob: other})) is not None}
     if not changes:
         return LAW.not_applicable(f"setting {knob}", f"no other legal value of {value!r} was found")
@@ -208,7 +209,8 @@ def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Fi
             gradients[mode] = probe.gradient(base, {option: mode})
         except Exception:
             continue  # this mode contradicts another setting
-    twins = probe.step.twins | {(b, a) for a, b in probe.step.twins}
+    declared = probe.step.declared[option].twins
+    twins = declared | {(b, a) for a, b in declared}
     pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
     same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.differs(gradients[a], gradients[b])]
     if not pairs:

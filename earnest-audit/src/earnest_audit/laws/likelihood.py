@@ -28,7 +28,7 @@ SUBJECT = "the least likely label"
 
 
 def imitates(step: Step) -> bool:
-    held = "reference" in step.roles and not step.terms  # a penalty towards a reference alone is not imitation
+    held = "reference" in step.roles and not step.weights  # a penalty towards a reference alone is not imitation
     return step.kind == "sft" and not step.rows_interact and not held
 
 

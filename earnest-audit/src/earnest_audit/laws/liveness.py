@@ -6,10 +6,11 @@ the run has its own; weighed for the terms
 How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits the update is held against
 what the same optimizer does to fp32 copies: half of it has to arrive.
 Exceptions: LoRA's A has a zero gradient while B = 0: it may get one at step 2. Weight decay alone moves a parameter
-without a gradient, so gradients are checked first. Experts that receive no token are declared in may_idle. Running
-statistics change in the forward pass, so only buffers that an update changes count. Optimizers with master weights,
-Kahan summation or stochastic rounding may apply an update later; if little changed, the same gradient is applied again
-before judging. A term that is inactive by design where training begins is judged in the state that active declares.
+without a gradient, so gradients are checked first. Experts that receive no token are declared in may_idle; a child of
+the model that the loss never calls (the head of another loss) is "not declared". Running statistics change in the
+forward pass, so only buffers that an update changes count. Optimizers with master weights, Kahan summation or
+stochastic rounding may apply an update later; if little changed, the same gradient is applied again before judging. A
+term that is inactive by design where training begins is judged in the state that active declares.
 Detects: SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move,
 prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
 """
@@ -21,13 +22,14 @@ from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law, Rows
 from earnest_audit.laws.arrival import SHARE, after_warmup, arrival
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
+from earnest_audit.restore import observed
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
@@ -148,12 +150,16 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         if n not in alive and step.kind == "preference" and p.ndim <= 1 and first.parts[n] is not None
     ]  # fmt: skip
     dead = [n for n in names if n not in alive and n not in offset and not idles(n, step.may_idle)]
+    heads = _uncalled(probe, dead) if dead else []
+    for head in heads:
+        dead = [n for n in dead if not n.startswith(f"{head}.")]
+        yield LAW.not_declared(f"{head}, which the loss never calls", f'may_idle=("{head}.*",), or freeze it,')
     idle = len(names) - len(alive) - len(dead) - len(offset)
     yield LAW.finding(
         f"{len(names)} trainable parameters",
-        f"{len(alive)} got a gradient within {STEPS} steps" + (f", {idle} idle by declaration" if idle else "")
+        f"{len(alive)} got a gradient within {STEPS} steps" + (f", {idle} idle" if idle else "")
         + (f"; {some(offset)} cancels in every pair and trains nothing" if offset else ""),
-        "all" if not step.may_idle else "all but those that may idle", not dead,
+        "all but those that may idle" if step.may_idle or heads else "all", not dead,
         f"No gradient reaches {some(dead)}. " + ("The learning rate is 0." if rate == 0 else
         "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. Experts that get no "
         'token from one batch are declared: may_idle=("*.experts.*",).'),
@@ -191,6 +197,16 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         f"{len(frozen)} frozen parameters, {len(born)} buffers", f"{len(moved)} moved{aside}", "none", not moved,
         f"{some(moved)} moved although frozen: the optimizer or a hook reaches further than declared.",
     )  # fmt: skip
+
+
+def _uncalled(probe: Probe, dead: Sequence[str]) -> list[str]:
+    """Children of the model that the loss never calls and whose every parameter is dead: the heads of other losses."""
+    model, called = probe.step.model, set[nn.Module]()
+    with observed(model.children(), lambda module, *_: called.add(module)):
+        probe.look(dict(probe.step.batch))
+    owned = {name: [f"{name}.{n}" for n, _ in child.named_parameters()] for name, child in model.named_children()
+             if child not in called}  # fmt: skip
+    return [name for name, own in owned.items() if own and set(own) <= set(dead)]
 
 
 def _rate(step: Step) -> float | None:

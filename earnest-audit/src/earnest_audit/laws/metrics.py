@@ -28,7 +28,6 @@ from earnest_audit.laws.clipping import clip_range
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
-from earnest_audit.step import Raises
 from earnest_audit.verdict import Finding
 
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
@@ -55,7 +54,7 @@ def check(probe: Probe) -> Rows:
     wild = [n for n, v in found.items() if not math.isfinite(v)]
     why = f"{', '.join(wild)} is NaN or infinite on a good batch."
     yield LAW.finding(f"{len(found)} metrics", f"{len(wild)} not finite", "all finite", not wild, why)
-    if missing := [n for n in (*step.metrics, *step.terms, *step.fixed) if n not in found]:
+    if missing := [n for n in step.facts if n not in found]:
         why = f"{missing[0]} is declared and the step does not return it."
         raise Ends(LAW.finding(f"metric {missing[0]}", "never returned", "returned", False, why))
     yield from _in_states(probe, found)
@@ -75,7 +74,7 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
             states.append(dict(probe.look(probe.off_policy()).metrics))
     with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
         states.append(dict(probe.look(probe.off_policy()).metrics))
-    for name, (low, high) in {**named, **step.metrics}.items():
+    for name, (low, high) in {**named, **{n: (m.low, m.high) for n, m in step.facts.items()}}.items():
         seen = [s[name] for s in states if name in s]
         room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
         inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
@@ -84,8 +83,8 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
             f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
             "denominator).",
         )  # fmt: skip
-    moving = [m for m in (*step.metrics, *_must_move(probe, named)) if m not in step.still]
-    for name in dict.fromkeys([*step.terms, *moving]):
+    declared = [n for n, m in step.facts.items() if m.moves or n in step.weights]
+    for name in dict.fromkeys([*declared, *_must_move(probe, named)]):
         seen = [s[name] for s in states if name in s]
         for size in (0.3, 3.0, 10.0):
             if len(set(seen)) == 1:
@@ -105,7 +104,7 @@ def _words(name: str) -> list[str]:
 def _named(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
     """Undeclared metrics whose names make them shares (0 to 1), or ratios (0 or above), and their ranges."""
     ranges: dict[str, tuple[float | None, float | None]] = {}
-    for name in found.keys() - probe.step.metrics.keys():
+    for name in found.keys() - probe.step.facts.keys():
         words = _words(name)
         if set(words) & (SHARES - {"rate"}) or (words[-1:] == ["rate"] and not NOT_SHARES & set(words)):
             ranges[name] = (0.0, 1.0)
@@ -132,8 +131,8 @@ def _sums(probe: Probe) -> Rows:
     """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
     step, reading, subject = probe.step, probe.read(), "the sum of the terms"
     weights = dict.fromkeys(step.fixed, 1.0)
-    for metric, term in step.terms.items():
-        weights[metric] = -float(step.knobs[term.knob]) if isinstance(term, Raises) else float(step.knobs[term])
+    for metric, knob in step.weights.items():
+        weights[metric] = float(step.knobs[knob]) * (-1 if step.facts[metric].raises else 1)
     parts = {m: w * reading.metrics[m] for m, w in weights.items()}
     total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
     room = max(ROUNDED, probe.coarsest) * scale
@@ -155,7 +154,7 @@ def _added(probe: Probe, metric: str, knob: str, value: float) -> Finding:
     """What the term adds to the loss, per unit of its weight: in the whole sum a small weight would hide it."""
     weight = STRONG * (float(probe.step.knobs[knob]) or 1.0)
     there, without = probe.look(None, {knob: weight}).loss, probe.look(None, {knob: 0.0}).loss
-    own = (there - without) / weight * (-1 if isinstance(probe.step.terms[metric], Raises) else 1)
+    own = (there - without) / weight * (-1 if probe.step.facts[metric].raises else 1)
     grain = 16 * probe.coarsest * max(abs(there), abs(without)) / abs(weight)
     room = max(ROUNDED, probe.coarsest) * max(abs(own), abs(value)) + grain
     return LAW.finding(
@@ -171,7 +170,8 @@ def _unchanged(probe: Probe) -> Rows:
     stored = [batch[probe.step.roles[r]] for r in edits.SAMPLERS if r in probe.step.roles]
     rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
     for name, value in found.items():
-        expected = probe.step.neutral.get(name, UNCHANGED.get(name.lower().rsplit("/", 1)[-1]))
+        expected = probe.step.facts[name].neutral if name in probe.step.facts else None
+        expected = UNCHANGED.get(name.lower().rsplit("/", 1)[-1]) if expected is None else expected
         if expected is None:
             continue
         room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits

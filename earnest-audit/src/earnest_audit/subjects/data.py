@@ -29,11 +29,12 @@ class Collator(Subject, name="collator"):
     again        the same examples give the same batch
     documents    a packed batch has one document per example, and it is what the example gives alone
     targets      exactly the declared tokens of an example are supervised
+    columns      a column has what is declared of each example
 
     Needs: ``fn(examples)`` -> a dict of tensors [B, …]; ``pads`` is column -> padding value: trailing and leading
     entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
     columns. ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``,
-    where other places have ``ignore``.
+    where other places have ``ignore``. ``columns`` is column -> fn(example), what its row has to be without padding.
     How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
     Exceptions: Packing and sampling stages mix examples by design: rows=False leaves the inputs, the repetition and,
     with unpack, the documents.
@@ -51,6 +52,7 @@ class Collator(Subject, name="collator"):
     targets: Callable[[Any], Sequence[int]] | None = None
     labels: str = "labels"
     ignore: int = -100
+    columns: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
 
     def check(self) -> Iterator[Finding]:
         why = "The stage writes into its examples: the next epoch, and every other stage, gets other data."
@@ -66,6 +68,7 @@ class Collator(Subject, name="collator"):
             yield self._documents(self.unpack)
         if self.targets is not None:
             yield self._supervised(self.targets)
+        yield from map(self._declared, self.columns)
         count = len(self.examples)
         columns = {k: v for k, v in batch.items() if v.ndim > 0 and v.shape[0] == count}
         if not self.rows or count < 2 or not columns:
@@ -99,6 +102,16 @@ class Collator(Subject, name="collator"):
         other = [str(i) for i, (a, e) in enumerate(zip(taught, self.examples, strict=True)) if a != list(targets(e))]
         more = ": other tokens are supervised than declared: a mask is off by one, or an end or a prompt is in it."
         return self.none("supervised tokens", other, f"{len(other)} of {len(taught)} examples differ", more)
+
+    def _declared(self, column: str) -> Finding:
+        wrong: list[str] = []
+        for number, example in enumerate(self.examples):
+            wanted, batch = torch.as_tensor(self.columns[column](example)), self._run([example])
+            found = self._real(column, batch[column][0]) if column in batch else None
+            holds = found is not None and found.shape == wanted.shape and bool(torch.allclose(found.to(wanted), wanted))
+            wrong += [] if holds else [str(number)]
+        more = f": {column} is not what the example has: a flag that is dropped, a default, another field."
+        return self.none(f"column {column}", wrong, f"{len(wrong)} of {len(self.examples)} examples differ", more)
 
     def _run(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         with seeded(self.seed):

@@ -26,7 +26,8 @@ class Schedule(Subject, name="schedule"):
 
     Needs: ``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak`` and ``final`` may have one per group too. ``warmup`` is
-    the number of steps in which the rate rises; ``restarts=True`` where it rises again after them by design.
+    the number of steps in which the rate rises, ``ends`` the step at which the final rate is reached, where it is held
+    for the rest of the run; ``restarts=True`` where it rises again after them by design.
     ``settings`` (decay steps, a power, a floor) are handed to ``rates`` by name, and each has to matter.
     ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
     How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
@@ -42,6 +43,7 @@ class Schedule(Subject, name="schedule"):
     final: float | Sequence[float]
     total: int = 40
     warmup: int | None = None
+    ends: int | None = None
     restarts: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
     of_rank: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]] | None = None
@@ -82,7 +84,8 @@ class Schedule(Subject, name="schedule"):
             "The peak is never reached, or it is another group's: one rate is written over every group.",
         )  # fmt: skip
         yield (
-            "half way", f"{middle:.3g}", "between the peak and the end", low < middle <= high or peak == final,
+            "half way", f"{middle:.3g}", "between the peak and the end",
+            low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2),
             "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
         )  # fmt: skip
         # A linear decay is one step above its end in its last step, and that is much in a short run.
@@ -95,14 +98,15 @@ class Schedule(Subject, name="schedule"):
         )  # fmt: skip
         at = self._top(one)
         rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
-        if ends and final == 0 < peak:
-            early = next((n for n, rate in enumerate(reversed(one)) if rate > EXACT * peak), len(one)) - 1
-            allowed = max(1, len(one) // 50)
+        if ends and final < peak and (final == 0 or self.ends is not None):
+            above = next((n for n, rate in enumerate(reversed(one)) if rate > final + EXACT * peak), len(one))
+            planned, allowed = len(one) if self.ends is None else self.ends, max(1, len(one) // 50)
+            early = planned - 1 - (len(one) - above)
             yield (
-                "the last steps", f"{max(early, 0)} steps before the last have a rate of 0", f"{allowed} at most",
-                early <= allowed,
-                "The schedule is over before the run is, and the last steps train nothing: its length lacks the "
-                "warm-up, or is that of another run.",
+                "the last steps", f"the final rate is reached {early} steps early", f"{allowed} at most",
+                early <= allowed and (self.ends is None or early >= -1 - allowed),
+                "The decay is over before it is meant to be, or after: its length lacks the warm-up, or is that of "
+                "another run.",
             )  # fmt: skip
         if ends:
             least = min(one[rises[-1] if self.restarts and rises else one.index(top) :])
