@@ -183,8 +183,8 @@ class Step:
         for role, key in self.roles.items():
             yield "unknown role {}", role, ROLES
             yield f"role {role!r} names {{}}, which the batch does not have", key, self.batch
-        for name, s in self.declared.items():
-            yield f"setting {name!r} is of an unknown kind {{}}", s.kind, KINDS
+        for setting, s in self.declared.items():
+            yield f"setting {setting!r} is of an unknown kind {{}}", s.kind, KINDS
         for metric, knob in self.weights.items():
             yield f"term {metric!r} is weighed by {{}}, which is no setting", knob, self.knobs
         for what, keys in (("wide", self.wide or ()), ("masks", self.masks)):

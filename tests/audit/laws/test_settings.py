@@ -119,8 +119,9 @@ def test_an_inert_setting_is_tried_at_its_legal_values() -> None:
 
     def loss(model: nn.Module, batch: Mapping[str, Any], tp: int) -> Tensor:
         logits = model(batch["ids"], batch["attention"])
-        shards = logits[:, :-1, : logits.shape[-1] // tp * tp]  # what does not fill a shard is lost
-        return F.cross_entropy(shards.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+        full = logits.shape[-1] // tp * tp
+        logits = torch.cat([logits[..., :full], 0.5 * logits[..., full:]], -1)  # the part that fills no shard is wrong
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
     for modes, expected in (((23,), "holds"), ((22,), "fails"), ((), "fails")):  # the vocabulary has 23 ids
         step = sft_step(loss, settings={"tp": Setting(1, "inert", modes=modes)})
