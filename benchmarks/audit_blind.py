@@ -1,10 +1,10 @@
 """How many defects of public issues of 2026 does the audit detect, and does it accuse unusual right steps?
 
-    python -m benchmarks.audit_blind [--strangers [1|2]] [--out FILE] [--table]
+    python -m benchmarks.audit_blind [--strangers [1|2|3]] [--out FILE] [--table]
 
 The cases of ``tests/audit/blind2026`` were written by an author who had read the declarations and the subjects'
 docstrings, and no law of steps. With ``--strangers`` the cases are those of ``tests/audit/reading2026``, whose authors
-had seen nothing of the audit; ``--strangers 2`` takes those of two further readers (``tests/audit/reading2026b``). All
+had seen nothing of the audit; ``--strangers 2`` and ``3`` take those of further readers (``tests/audit/reading2026b``, ``reading2026c``). All
 were committed before any of them was audited.
 
 ``results/audit_blind_first.json``, ``audit_blind_strangers_first.json`` and ``audit_blind_strangers2_first.json`` have
@@ -27,9 +27,10 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' own
 
 from earnest_audit import audit
-from tests.audit import blind2026, reading2026, reading2026b
+from tests.audit import blind2026, reading2026, reading2026b, reading2026c
 from tests.audit.reading2026.reasons import ALARMS, MISSES
 from tests.audit.reading2026b import reasons as second
+from tests.audit.reading2026c import reasons as third
 
 RESULTS = Path(__file__).parent / "results"
 Reasons = tuple[Mapping[str, str], Mapping[str, str]]
@@ -41,6 +42,12 @@ READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # na
         reading2026b.READING.cases,
         reading2026b.READING.right,
         (second.MISSES, second.ALARMS),
+    ),
+    3: (
+        "audit_blind_strangers3",
+        reading2026c.READING.cases,
+        reading2026c.READING.right,
+        (third.MISSES, third.ALARMS),
     ),
 }
 
