@@ -4,12 +4,12 @@
 
 The cases of ``tests/audit/blind2026`` were written by an author who had read the declarations and the subjects'
 docstrings, and no law of steps. With ``--strangers`` the cases are those of ``tests/audit/reading2026``, whose authors
-had seen nothing of the audit; ``--strangers 2`` and ``3`` take those of further readers (``tests/audit/reading2026b``, ``reading2026c``). All
-were committed before any of them was audited.
+had seen nothing of the audit; ``--strangers 2`` and ``3`` take those of further readers (``tests/audit/reading2026b``,
+``reading2026c``). All were committed before any of them was audited.
 
-``results/audit_blind_first.json``, ``audit_blind_strangers_first.json`` and ``audit_blind_strangers2_first.json`` have
-the result of the first run, before anything was changed; they are never written again. A defect counts as detected if a
-law fails on it that holds on its fix.
+``results/audit_blind_first.json`` and ``audit_blind_strangers[2|3]_first.json`` have the result of the first run,
+before anything was changed; they are never written again. A defect counts as detected if a law fails on it that holds
+on its fix, or if it raises where its fix does not.
 """
 
 from __future__ import annotations
@@ -128,10 +128,10 @@ def tables(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--strangers", nargs="?", const=1, default=0, type=int, choices=(1, 2),
+        "--strangers", nargs="?", const=1, default=0, type=int, choices=(1, 2, 3),
         help="the cases whose authors had not seen the audit: the first reading or the second",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2]].json")
+    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2|3]].json")
     parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
     args = parser.parse_args()
     name, cases, right, reasons = READINGS[args.strangers]
