@@ -192,9 +192,12 @@ def _ignored(step: Step) -> dict[str, int]:
     )
 
 
-def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None) -> Batch:
+def pad(
+    step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None, new: bool = False
+) -> Batch:
     """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` that have the rows' width
-    (by default those that are declared or guessed)."""
+    (by default those that are declared or guessed). Integers without a role repeat the edge; ``new``: are other ones
+    than any in the batch."""
     widths, keys = _widths(step), readings(step)[0] if keys is None else keys
     zeros = ("attention", *(f"{s}_{what}" for s in SIDES for what in ("mask", "attention")))
     fill = _ignored(step) | {step.roles[r]: 0 for r in zeros if r in step.roles}
@@ -207,10 +210,18 @@ def pad(step: Step, side: str = "right", extra: int = 3, keys: Collection[str] |
                 tail = torch.full_like(tail, fill[key])
             elif key != step.roles.get("positions") and (value.is_floating_point() or _mask_like(step, key, value)):
                 tail = torch.zeros_like(tail)
+            elif new and key in unknown_integers(step):
+                tail = value.max() + 1 + torch.arange(tail.numel(), device=value.device).reshape(tail.shape)
             batch[key] = torch.cat([value, tail] if side == "right" else [tail, value], dim=1)
         else:
             batch[key] = value
     return batch
+
+
+def unknown_integers(step: Step) -> list[str]:
+    """Tensors of integers that have the rows' width, no role, and are no mask."""
+    return [k for k in readings(step)[0] if k not in step.roles.values() and not step.batch[k].is_floating_point()
+            and not _mask_like(step, k, step.batch[k])]  # fmt: skip
 
 
 def _mask_like(step: Step, key: str, value: Tensor) -> bool:

@@ -121,6 +121,7 @@ class Step:
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening), or where
                    the code takes exactly one row
     ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
+    ``empty_rows`` False where every row has a supervised token, so that one without may give NaN
     ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
     """
 
@@ -150,6 +151,7 @@ class Step:
     ignore_index: int = -100
     rows_interact: bool = False
     drops_tokens: bool = False
+    empty_rows: bool = True
     pairwise: bool = True
     all_supervised: bool | None = False
     precision: torch.dtype | None = None

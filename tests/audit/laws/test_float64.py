@@ -38,3 +38,13 @@ def test_a_random_step_is_not_held_against_its_shadow() -> None:
 
     assert shadowed(noisy) == ["not applicable", "not applicable"]
     assert "fails" in shadowed(lambda m: None, lossy)
+
+
+def test_a_saturated_loss_has_no_gradient_to_lose() -> None:
+    """1 - sigmoid(x) far out: its gradient is next to 0 in both dtypes, and only one of them has it as 0."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return 1 - torch.sigmoid(-sft_loss(model, batch)[0])
+
+    rows = {f.subject: f.outcome for f in audit(sft_step(loss), laws=[shadow.LAW]).findings}
+    assert rows["confident outputs"] == "not applicable" and rows["the batch"] == "holds"

@@ -225,3 +225,26 @@ def test_a_step_without_a_gradient_fails_by_this_law_alone() -> None:
     assert {f.law for f in verdict.failures} == {"GL"} and verdict.failures[0].subject == "the step"
     others = {f.measured for f in verdict.findings if f.law != "GL"}
     assert others == {"not checked", "not checked: the gradient is 0, see GL"}
+
+
+class Headed(Tiny):
+    """A model with a head that the loss does not use, or that it calls and detaches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.value = nn.Linear(16, 1)
+
+
+@pytest.mark.parametrize("called", [False, True])
+def test_a_head_that_no_loss_calls_is_not_declared_and_one_without_a_gradient_fails(called: bool) -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        assert isinstance(model, Headed)
+        value = model.value(torch.ones(1, 16)).detach().sum() if called else 0.0
+        return sft_loss(model, batch)[0] + value
+
+    step = sft_step()
+    step.model, step.loss, step.optimizer = Headed(), loss, None
+    rows = {f.subject: f.outcome for f in audit(step, laws=[liveness.LAW]).findings}
+    (found,) = [outcome for subject, outcome in rows.items() if "trainable parameters" in subject]
+    assert found == ("fails" if called else "holds")
+    assert rows.get("value, which the loss never calls") == (None if called else "not declared")

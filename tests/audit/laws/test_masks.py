@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit
 from earnest_audit.law import Law
-from earnest_audit.laws import masks
+from earnest_audit.laws import coverage, masks
 from earnest_audit.verdict import Finding
 from tests.audit.laws.test_coverage import reward_step
 from tests.audit.steps import (
@@ -304,3 +304,31 @@ def test_a_term_with_a_mask_of_its_own_declares_it() -> None:
     assert outcomes(Step(**given))[masks.MASKED] == "fails"
     with pytest.raises(StepError, match="masks names 'tools'"):
         Step(**given, masks=("tools",))
+
+
+def test_integers_without_a_role_are_a_guess_in_the_padding() -> None:
+    """Tokens of a tree are weighed by how many rows have their node: a node that is repeated in the padding counts."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        _, where, count = batch["node"].unique(return_inverse=True, return_counts=True)
+        weight = ((batch["labels"] >= 0) / count[where].float())[:, 1:]
+        targets = batch["labels"][:, 1:].clamp_min(0)
+        lp = model(batch["ids"], batch["attention"])[:, :-1].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        return -(lp * weight).sum() / weight.sum()
+
+    step = sft_step(loss, rows_interact=True)
+    step.batch = {**step.batch, "node": torch.arange(step.batch["ids"].numel()).reshape(step.batch["ids"].shape) // 2}
+    rows = {f.subject: f.outcome for f in audit(step, laws=[masks.LAW]).findings}
+    assert rows["3 more columns of padding on the right"] == "not declared"
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_row_without_a_token_may_give_nan_where_no_row_is_without(declared: bool) -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        on = (batch["labels"][:, 1:] >= 0).float()
+        targets = batch["labels"][:, 1:].clamp_min(0)
+        lp = model(batch["ids"], batch["attention"])[:, :-1].log_softmax(-1).gather(-1, targets[..., None])[..., 0]
+        return -((lp * on).sum(-1) / on.sum(-1)).mean()
+
+    step = sft_step(loss, empty_rows=not declared)
+    assert bool(audit(step, laws=[masks.LAW, coverage.LAW]).failures) == (not declared)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest_audit import Step, Verdict, audit
+from earnest_audit import Setting, Step, Verdict, audit
 from earnest_audit.laws import clipping, masks, on_policy, ratio, splits
 from tests.audit.steps import Tiny, grpo_loss, logprobs, policy_batch, policy_step
 
@@ -156,3 +156,18 @@ def test_advantages_in_a_column_are_one_a_row(turned: bool) -> None:
     loss = weighed("dual clip" if turned else "", shape="column")
     verdict = audit(step(loss, {"clip": 0.2, "gamma": 1.0}, batch=column), laws=LAWS_RATIO)
     assert verdict.holds != turned, str(verdict)
+
+
+@pytest.mark.parametrize("value_is_loss", [True, False])
+def test_a_detached_weight_times_a_log_prob_is_declared(value_is_loss: bool) -> None:
+    """There ∂L/∂behaviour is the slope of the weight, and not the weight of the token."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], clip: float) -> Tensor:
+        lp = logprobs(model, batch)
+        weight = (lp.detach() - batch["old"]).exp().clamp(max=clip)
+        return -(weight * batch["advantages"][:, None] * lp * batch["mask"]).sum() / batch["mask"].sum()
+
+    step = policy_step(loss)
+    step.settings, step.metrics, step.value_is_loss = {"clip": Setting(3.0, "bound")}, {}, value_is_loss
+    rows = {f.subject: f.outcome for f in audit(step, laws=[on_policy.LAW]).findings}
+    assert rows[on_policy.THROUGH] == ("fails" if value_is_loss else "not applicable")

@@ -3,8 +3,8 @@ public issues of 2026 (``TASK.md`` is all that they were given).
 
 Two further persons declared them (``DECLARE.md``, ``declared``). They read the documentation of the declarations and no
 source of the audit, did not see the broken versions, titles or names of the cases, and did not call the audit.
-Everything was committed before any case was audited; the readers' and declarers' files are unchanged, but for the names
-of the cases.
+Everything was committed before any case was audited. The readers' files are unchanged. After the record of the first
+run, a field that was added to ``Step`` was declared where the case's words state it (f/r19: empty_rows).
 """
 
 from __future__ import annotations

@@ -160,3 +160,17 @@ def test_exactly_the_declared_targets_are_supervised(prompt: int) -> None:
 
     declared = Collator(stage, EXAMPLES, {"ids": 0, "labels": -100}, targets=lambda e: e["ids"][1:])
     assert failed(declared) == (set() if prompt == 1 else {"supervised tokens"})
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_column_has_what_is_declared_of_each_example(lost: bool) -> None:
+    """OpenRLHF #1327: the flag of a truncated answer is dropped in every example alike."""
+    examples = [{"ids": [5, 6, 7], "cut": True}, {"ids": [8, 9], "cut": False}]
+
+    def stage(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+        ids = torch.tensor([(r["ids"] + [0, 0])[:4] for r in rows])
+        return {"ids": ids, "truncated": torch.tensor([float(r["cut"] and not lost) for r in rows])}
+
+    columns = {"truncated": lambda e: float(e["cut"]), "ids": lambda e: e["ids"]}
+    found = {f.subject for f in audit(Collator(stage, examples, {"ids": 0}, columns=columns)).failures}
+    assert found == ({"column truncated"} if lost else set())

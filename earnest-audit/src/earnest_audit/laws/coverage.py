@@ -82,6 +82,8 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
     if shown is not None and "rewards" in step.roles:  # the advantage that the step makes for a row may be 0
         flat = flat & shown.any(-1, keepdim=True)
     doubtful = flat if shown is None else flat & ~shown
+    if bool(doubtful.any()) and not step.empty_rows:
+        return LAW.not_applicable(POSITIONS, "one token alone leaves rows without any")
     if not bool(doubtful.any()):
         return LAW.finding(POSITIONS, f"all {count} matter{aside}", "all", True)
     found: dict[str, bool] = {}

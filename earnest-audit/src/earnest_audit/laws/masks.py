@@ -104,13 +104,15 @@ def _padding(probe: Probe, both: Gradient | None) -> Rows:
         if change <= probe.tolerance:
             yield probe.same(subject, change, "")
             continue
-        readings = (partial(_padded, probe, subject, side, keys) for keys in edits.readings(step))
+        readings = [partial(_padded, probe, subject, side, keys) for keys in edits.readings(step)]
+        if edits.unknown_integers(step):  # what stands in their padding is a guess
+            readings.append(partial(_padded, probe, subject, side, edits.readings(step)[0], new=True))
         yield probe.guessed(subject, readings, WIDE)
 
 
-def _padded(probe: Probe, subject: str, side: str, keys: set[str]) -> Finding:
+def _padded(probe: Probe, subject: str, side: str, keys: set[str], new: bool = False) -> Finding:
     return probe.same(
-        subject, probe.change(edits.pad(probe.step, side, keys=keys)),
+        subject, probe.change(edits.pad(probe.step, side, keys=keys, new=new)),
         "The gradient depends on how far the batch is padded: a mean over positions counts padding, padded positions "
         "are supervised, the mask is shifted by one, or positions are counted from the first padded one.", rows=True,
     )  # fmt: skip
@@ -133,8 +135,11 @@ def _masked_row(probe: Probe, both: Gradient | None) -> Rows:
     counts = both is not None and any(whole.times(c).distance(both) <= probe.tolerance for c in (1.0, least))
     with probe.may_refuse(MASKED, "one more row cannot be run"):
         masked = both if both is not None and counts else probe.gradient(edits.add_masked_row(step))
+    if not masked.finite() and not step.empty_rows:
+        raise Ends(LAW.not_applicable(MASKED, "every row has a supervised token, by declaration"))
     if not masked.finite():
-        why = "A row without a single supervised token gives 0/0; divide by max(count, 1)."
+        why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Where no row is without one: "
+        why += "empty_rows=False.)"
         raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
     factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
     yield probe.fair(LAW.finding(

@@ -8,7 +8,7 @@ switched off
 How: Clips are widened; the gradient is rebuilt from the loss's derivative by the behaviour log-probs; -∇L is compared
 with ∇Σ A·lp, without logprobs in the logits that the model computes. What remains at advantages 0 is taken off first.
 Exceptions: A step that whitens its advantages over the batch declares rows_interact=True. Where the ratio is under a
-stop-gradient, nothing is rebuilt.
+stop-gradient (value_is_loss=False), nothing is rebuilt.
 Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283, a lost sign
 """
 
@@ -69,6 +69,8 @@ def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
     """∇L = -c·Σ w·∇lp, w = ∂L/∂behaviour by token: log-probs enter the loss as differences to the behaviour's only.
     c is not 1 where a second ratio is under a stop-gradient."""
     own = token_weights(here.inputs)
+    if probe.step.value_is_loss is False:  # there ∂L/∂behaviour is the detached weight's own slope
+        return LAW.not_applicable(THROUGH, "stop-gradients by declaration")
     if own is None or own.numel() != now.numel():
         return LAW.not_applicable(THROUGH, "the loss has no slope by the behaviour")
     rebuilt = probe.pull(-(own.reshape(now.shape).to(now.dtype) * now).sum(), retain=True)

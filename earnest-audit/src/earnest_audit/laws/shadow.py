@@ -28,6 +28,7 @@ from earnest_audit.verdict import Finding
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
 FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
 MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
+SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is at its end by design
 INFINITE = "the float64 shadow is not finite either"
 
 
@@ -120,7 +121,11 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, sharpen: float = 1.0) 
     if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
         own = theirs.distance(_nudged(probe, shadow, lifted))
     probe.cost += shadow.cost - spent
-    if theirs.norm() == 0 and mine.norm() > 0:
+    with probe.perturbed():
+        saturated = not usual and theirs.norm() <= SATURATED * probe.gradient(probe.off_policy()).norm()
+    if saturated and mine.finite() and theirs.finite():
+        why = "the float64 gradient is next to 0 as well: what is left of it trains nothing"
+    elif theirs.norm() == 0 and mine.norm() > 0:
         why = "the loss does not use the model that it is given"
     elif not theirs.finite():
         why = INFINITE

@@ -446,7 +446,7 @@ def gspo(m, fn):
         roles={"ids": "ids", "mask": "answer_mask", "behaviour": "old_logprobs", "advantages": "advantages"},
         settings={"clip_low": Setting(0.03, "clip"), "clip_high": Setting(0.04, "clip high")},
         logprobs=lambda mod, b: taken(b["ids"], mod(b["ids"])),
-        wide=("ids", "answer_mask", "old_logprobs"), reduction="mean", value_is_loss=True,
+        wide=("ids", "answer_mask", "old_logprobs"), reduction="mean", value_is_loss=True, empty_rows=False,
     )
 
 
