@@ -30,8 +30,11 @@ LATER = {
     "asynchronous sampling": r"rollouts/ledger|runs/ahead|sync/(flow|partial|process)",
     "contract of samplers": r"serve/generate|sync/(behaviour|contract/\w+)",
     "release": r"listings|report/(compare|watch)|runs/(export|measure|repeat)",
+    "audit: command, pytest, reports, guessed roles": r"frontends/(command|inference|libraries|pytest_plugin|reports)",
 }
-"""Capability → its modules, as paths below src/earnest without ``.py``."""
+"""Capability → its modules, as paths below src/earnest or earnest_audit without ``.py``."""
+FRONTS = r"audit/((frontends|watching)/.*|(watch|pulse|updates|signals|callback|trainers|script)\.py)"
+"""The audit's modules that watch runs or meet users where they work, of both editions."""
 
 
 def git(*arguments: str) -> str:
@@ -39,8 +42,10 @@ def git(*arguments: str) -> str:
 
 
 def package(path: str) -> str:
-    """``src/earnest/runs/loop.py`` → ``runs``; the audit of both editions is ``audit``."""
+    """``src/earnest/runs/loop.py`` → ``runs``; the audit of both editions is ``audit``, without its front-ends."""
     inside = re.sub(r"^(src/earnest/|earnest-audit/src/earnest_)", "", path)
+    if re.fullmatch(FRONTS, inside):
+        return "audit, watch and front-ends"
     return inside.partition("/")[0] if "/" in inside else "(files)"
 
 
@@ -55,7 +60,7 @@ def main() -> None:
         path: kind
         for path in sorted(new & set(now))
         for kind, pattern in LATER.items()
-        if re.fullmatch(f"src/earnest/({pattern}).py", path)
+        if re.fullmatch(f"(src/earnest|earnest-audit/src/earnest_audit)/({pattern}).py", path)
     }
     tables = [Counter[str]() for _ in range(3)]
     for table, counts in zip(tables, (then, now, {path: now[path] for path in kinds}), strict=True):

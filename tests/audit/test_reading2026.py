@@ -1,5 +1,6 @@
-"""The readings by strangers (``tests/audit/reading2026``, ``reading2026b``): what was detected stays detected, and no
-right step gets a new alarm. All numbers are in benchmarks/results (benchmarks/audit_blind.py --strangers)."""
+"""The readings by strangers (``tests/audit/reading2026``, ``reading2026b``, ``reading2026c``): what was detected stays
+detected, and no right step gets a new alarm. All numbers are in benchmarks/results (benchmarks/audit_blind.py
+--strangers)."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from typing import Any
 import pytest
 
 from benchmarks.audit_blind import READINGS, RESULTS, failures
-from tests.audit import reading2026, reading2026b
+from tests.audit import reading2026, reading2026b, reading2026c
 from tests.audit.reading2026.base import Case, Right
 
-UNFIT = {1: reading2026.READING.unfit, 2: reading2026b.READING.unfit}
+UNFIT = {1: reading2026.READING.unfit, 2: reading2026b.READING.unfit, 3: reading2026c.READING.unfit}
 CASES = [case for number in UNFIT for case in READINGS[number][1]]
 RIGHT = [one for number in UNFIT for one in READINGS[number][2]]
 

@@ -147,8 +147,6 @@ def _alone(probe: Probe, spot: Tensor) -> bool:
     for base in (step.batch, edits.opposite(step, step.batch)):
         if base is not None:
             gradient = probe.gradient(edits.only(step, base, keep))
-            if not gradient.finite():  # another term may be a mean of nothing here
-                gradient = probe.gradient(edits.only(step, base, keep), step.terms_off)
             if gradient.finite() and gradient.norm() > 0:
                 return True
     return False
