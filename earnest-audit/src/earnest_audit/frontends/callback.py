@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,11 +20,10 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest_audit.batches import RecordingBatch
 from earnest_audit.executor import LISTENERS, audit
 from earnest_audit.frontends.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.limits import MANY
-from earnest_audit.measure import fresh, result_of
+from earnest_audit.measure import RecordingBatch, fresh, result_of
 from earnest_audit.restore import restored, seeded, without_dropout
 from earnest_audit.step import StepError
 from earnest_audit.verdict import Finding, LawBroken, Verdict, judged, unchecked
@@ -53,8 +52,6 @@ class AuditCallback(TrainerCallback):
         both = [self.audited, self.watch.verdict() if self.watch is not None else None]
         return sum((v for v in both if v is not None), Verdict(()))
 
-    # --- the trainer's events -----------------------------------------------------------------------------------------
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trainer = _calling_trainer()
         self._own = self._trainer.compute_loss
@@ -72,8 +69,6 @@ class AuditCallback(TrainerCallback):
         if self.watch is not None:
             self.watch.__exit__(None, None, None)
 
-    # --- round the trainer's loss -------------------------------------------------------------------------------------
-
     def _compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> Any:
@@ -83,12 +78,11 @@ class AuditCallback(TrainerCallback):
                     self.audited = self._audit(model, inputs, num_items_in_batch)
             with self._safely("watch"):
                 # After the audit: its hooks must not count the audit's own updates.
-                if self.watch is None and self._watches and self.audited is not None:
-                    idle = EXPERTS if routes(model) else ()
-                    self.watch = Watch(model, hooked(self._trainer.optimizer), self.every, may_idle=idle)
-                    self.watch.__enter__()
-                if self.watch is not None and self._watches:
-                    self.watch.step(None, None, **self._signals(inputs))
+                if self._watches and self.audited is not None:
+                    if self.watch is None:
+                        idle = EXPERTS if routes(model) else ()
+                        self.watch = Watch(model, self._trainer.optimizer, every=self.every, may_idle=idle).__enter__()
+                    self.watch.step(**self._signals(inputs))
         return self._own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 
     @contextmanager
@@ -126,8 +120,8 @@ class AuditCallback(TrainerCallback):
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             verdict = audit(step, quick=self.quick)
-            gone = _dropped(trainer, fresh(inputs), lambda changed: self._loss(model, changed, items))
-            verdict += Verdict((*self._counted(model, inputs, items), *gone))
+            rows = (*self._counted(model, inputs, items), *self._dropped(model, fresh(inputs), items))
+            verdict += Verdict(rows)
         if self.stop:
             verdict.raise_if_failed()
         for f in verdict.failures:
@@ -151,6 +145,28 @@ class AuditCallback(TrainerCallback):
             f"{trainer.args.gradient_accumulation_steps} micro-batches the gradient is as many times too long. Divide "
             "a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
         )  # fmt: skip
+
+    def _dropped(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
+        """Columns of the dataset that ``compute_loss`` reads and ``remove_unused_columns`` removed."""
+        trainer = self._trainer
+        has = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
+        kept = getattr(trainer, "_signature_columns", None)
+        removes = getattr(trainer.args, "remove_unused_columns", False) and isinstance(has, list) and kept
+        gone = set(has) - set(kept) - set(inputs) if removes else set()
+        if not gone:
+            return
+        listening = RecordingBatch(inputs)
+        try:
+            self._loss(model, listening, items)
+        except Exception:
+            return  # a loss that needs its inputs as they are; the laws have had it already
+        for name in sorted(gone & listening.accessed):
+            yield Finding(
+                "IG", f"column {name}", "compute_loss reads it, the dataset has it, the batch has not",
+                "it is in the batch", "not declared",
+                f"The Trainer drops columns that the model's forward does not take, {name} among them, and the loss "
+                "goes on without. remove_unused_columns=False keeps it (and the collator has to pass it on).",
+            )  # fmt: skip
 
     def _loss(self, model: nn.Module, inputs: Any, items: Any) -> Any:
         """The trainer's own loss without a graph or dropout; the trainer is as it was afterwards."""
@@ -180,31 +196,6 @@ def _calling_trainer() -> Any:
             return owner
         frame = frame.f_back  # type: ignore[assignment]
     raise StepError("AuditCallback was called by no transformers.Trainer; for a bare loop use earnest_audit.watch.")
-
-
-def _dropped(trainer: Any, inputs: Any, call: Callable[[Any], Any]) -> Iterator[Finding]:
-    """Columns of the dataset that ``compute_loss`` reads and ``remove_unused_columns`` removed. ``call`` is the loss of
-    such inputs; it is called only where columns were removed."""
-    has = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
-    kept = getattr(trainer, "_signature_columns", None)
-    if not getattr(trainer.args, "remove_unused_columns", False) or not isinstance(has, list) or not kept:
-        return
-    gone = set(has) - set(kept) - set(inputs)
-    if not gone:
-        return
-    listening = RecordingBatch(inputs)
-    try:
-        call(listening)
-    except Exception:
-        return  # a loss that needs its inputs as they are; the laws have had it already
-    for name in sorted(gone & listening.accessed):
-        yield Finding(
-            "IG", f"column {name}", "compute_loss reads it, the dataset has it, the batch has not", "it is in the "
-            "batch",
-            "not declared",
-            f"The Trainer drops columns that the model's forward does not take, {name} among them, and the loss goes "
-            "on without. remove_unused_columns=False keeps it (and the collator has to pass it on).",
-        )  # fmt: skip
 
 
 def _ends(trainer: Any, inputs: Any) -> Tensor | None:

@@ -3,6 +3,9 @@
     earnest-audit [OPTIONS] train.py [ARGUMENTS of the script]
     earnest-audit laws [CODE ...]
 
+The options may come before or after the script. Before it, an unknown option is refused; all other arguments after the
+script are passed to it, and so is everything after `--`.
+
 Exit codes: 0 every law that was checked holds · 1 a law is broken, or nothing was checked · 2 the command is wrong,
 nothing in the script trained, or it raised or ended with an error before a law was broken · 130 Ctrl-C.
 """
@@ -17,22 +20,11 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from earnest_audit.errors import EarnestError, nearest
+from earnest_audit.frontends.reports import FORMATS
+from earnest_audit.verdict import Verdict, show
 from earnest_audit.version import __version__
-
-if TYPE_CHECKING:
-    from earnest_audit.verdict import Verdict
-
-EXITS = (
-    "exit codes: 0 every law that was checked holds; 1 a law is broken, or nothing was checked; 2 the command is "
-    "wrong, nothing in the script trained, or it raised or ended with an error before a law was broken; 130 Ctrl-C."
-)
-MORE = (
-    "The options may come before or after the script. Before it, an unknown option is refused; all other arguments "
-    "after the script are passed to it, and so is everything after `--`."
-)
 
 
 def main(words: Sequence[str] | None = None) -> int:
@@ -51,7 +43,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if rest[0] == "laws":
             print(_laws(rest[1:], options.json))
             return 0
-        files = {name: getattr(options, name) for name in FILES}
+        files = {name: getattr(options, name) for name in FORMATS}
         require_writable(files)
         return report(script_verdict(Path(rest[0]), rest[1:], quick=options.quick), as_json=options.json, files=files)
     except EarnestError as error:
@@ -61,18 +53,14 @@ def main(words: Sequence[str] | None = None) -> int:
         return 130
 
 
-FILES = ("junit", "sarif", "markdown")
-
-
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="earnest-audit", usage="earnest-audit [OPTIONS] train.py [ARGUMENTS] | earnest-audit laws [CODE ...]",
-        description="Run a training script and check the laws of training on every trainer and optimizer that it "
-        f"makes. {MORE}", epilog=EXITS, allow_abbrev=False,
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False,
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--quick", action="store_true", help="check the cheap laws only")
-    for name, what in zip(FILES, ("JUnit XML", "SARIF 2.1.0", "Markdown"), strict=True):
+    for name, (what, _) in FORMATS.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write the verdict as {what}")
     parser.add_argument("--version", action="version", version=f"earnest-audit {__version__}")
     return parser
@@ -118,10 +106,11 @@ def require_writable(files: dict[str, Path | None]) -> None:
 
 def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) -> int:
     """Print the verdict, write its files, and return the exit code."""
-    from earnest_audit.frontends.reports import write
-    from earnest_audit.verdict import show
-
-    write(verdict, files)
+    for name, path in files.items():
+        if path is not None:
+            _, text = FORMATS[name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text(verdict), encoding="utf-8")
     if as_json:
         print(json.dumps(verdict.to_dict(), indent=1))
     else:

@@ -118,13 +118,17 @@ class _Inference:
         live = list(self.calls)
         binary = [k for k in live if _is_binary(tensors[k]) and tensors[k].ndim == 2]
         whole = [k for k in live if k not in binary and not tensors[k].is_floating_point()]
+        rows = [k for k in whole if tensors[k].ndim == 1]
+        numbers = [k for k in live if k not in binary and tensors[k].is_floating_point()]
         self._tokens([k for k in whole if tensors[k].ndim == 2])
         self._masks(binary)
-        self._rows([k for k in whole if tensors[k].ndim == 1])
-        self._numbers([k for k in live if k not in binary and tensors[k].is_floating_point()])
+        if "chosen" in self.roles:
+            for key in (*rows, *numbers):
+                self._pair_number(key)
+        else:
+            self._rows(rows)
+            self._numbers(numbers)
         return self.guesses
-
-    # --- perturbation -------------------------------------------------------------------------------------------------
 
     def _seen(self, batch: Batch) -> tuple[Reading, list[float]]:
         """The reading of a batch, and a number for each call of a layer that has parameters of its own."""
@@ -158,8 +162,6 @@ class _Inference:
     def roles(self) -> dict[str, str]:
         """The roles that are known up to now, declared or guessed."""
         return {guess.role: guess.key for guess in self.guesses} | dict(self.given)
-
-    # --- whole numbers ------------------------------------------------------------------------------------------------
 
     def _tokens(self, keys: Sequence[str]) -> None:
         ids = []
@@ -206,30 +208,24 @@ class _Inference:
     def _rows(self, keys: Sequence[str]) -> None:
         for key in keys:
             x = self.batch[key]
-            if "chosen" in self.roles:
-                self._pair_number(key)
-            elif _is_binary(x) and self._moves({key: 1 - x.int()}) > TINY:
+            if _is_binary(x) and self._moves({key: 1 - x.int()}) > TINY:
                 self._add(key, "correct", "likely", "true or false for each row")
             else:
                 self._add(key, "group", "likely", "a whole number for each row, and the gradient depends on it")
-
-    # --- zeros and ones -----------------------------------------------------------------------------------------------
 
     def _masks(self, keys: Sequence[str]) -> None:
         sides = {role: key for role, key in self.roles.items() if role in ("chosen", "rejected")}
         for key in [] if self.unclear else keys:
             calls = self.calls[key]
-            kind = "attention" if calls else "mask"
-            why = "zeros and ones that the layers read" if calls else "zeros and ones that only the loss reads"
-            if not sides and calls and self._is_documents(key):
-                self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
-                continue
-            if not sides:
-                self._add(key, kind, "sure", why)
-                continue
+            kind, reader = ("attention", "the layers read") if calls else ("mask", "only the loss reads")
+            why = f"zeros and ones that {reader}"
             mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
             if len(mine) == 1:
                 self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
+            elif not sides and calls and self._is_documents(key):
+                self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
+            elif not sides:
+                self._add(key, kind, "sure", why)
 
     def _is_documents(self, key: str) -> bool:
         """Whether zeros and ones are two documents in a row or left padding: ids under padding do not matter."""
@@ -256,13 +252,7 @@ class _Inference:
         except Exception:
             return False
 
-    # --- numbers ------------------------------------------------------------------------------------------------------
-
     def _numbers(self, keys: Sequence[str]) -> None:
-        if "chosen" in self.roles:
-            for key in keys:
-                self._pair_number(key)
-            return
         left = [key for key in keys if not self.calls[key]]  # what the layers read is a feature, not a signal
         for key in [k for k in left if self.batch[k].ndim <= 2]:
             if self._signal(key):

@@ -28,36 +28,34 @@ REFERENCE = {"reference": "ref"}
 
 
 def verl(
-    loss_fn: Callable[..., Any], *, config: Any = None, settings: Mapping[str, Any] | None = None,
-    loss_agg_mode: str = "token-mean", seed: int = 0, **declared: Any,
-) -> Step:  # fmt: skip
+    loss_fn: Callable[..., Any], *, config: Any = None, loss_agg_mode: str = "token-mean", **declared: Any
+) -> Step:
     """The step of a policy loss with verl's signature: ``loss_fn(old_log_prob, log_prob, advantages, response_mask,
-    loss_agg_mode, config)`` -> loss, or (loss, metrics). ``settings`` replace fields of ``config``."""
+    loss_agg_mode, config)`` -> loss, or (loss, metrics). Declared ``settings`` replace fields of ``config``."""
 
     def loss(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
         mask, lp = batch["mask"], _logprobs(model, batch)
         advantages = batch["advantages"][:, None] * mask
         return loss_fn(batch["old"], lp, advantages, mask, loss_agg_mode, _Changed(config, changed))
 
-    return _of_logprobs(loss, ROLES, settings, seed, declared)
+    return _of_logprobs(loss, ROLES, **declared)
 
 
 def prime_rl(
-    loss_fn: Callable[..., Any], *, settings: Mapping[str, Any] | None = None, inputs: Callable[..., Any] | None = None,
-    reference: bool = False, seed: int = 0, **declared: Any,
+    loss_fn: Callable[..., Any], *, inputs: Callable[..., Any] = SimpleNamespace, reference: bool = False,
+    **declared: Any,
 ) -> Step:  # fmt: skip
     """The step of a loss with prime-rl's signature: ``loss_fn(inputs, **settings)`` -> outputs with ``loss`` and
     ``metrics``, for one sequence. The losses of the sequences are summed and divided by the number of trained tokens.
     ``inputs`` makes the argument (prime-rl's ``LossInputs``). Set ``reference=True`` if the loss reads
     ``ref_logprobs``."""
-    make = SimpleNamespace if inputs is None else inputs
 
     def loss(model: nn.Module, batch: Mapping[str, Any], **changed: Any) -> Any:
         lp, mask = _logprobs(model, batch), batch["mask"]
         total, logged = lp.new_zeros(()), list[Mapping[str, Any]]()
         for row in range(len(lp)):
             found = loss_fn(
-                make(
+                inputs(
                     trainer_logprobs=lp[row],
                     inference_logprobs=batch["old"][row],
                     ref_logprobs=batch["ref"][row] if reference else None,
@@ -71,7 +69,7 @@ def prime_rl(
             logged.append(found.metrics)
         return total / mask.sum(), {name: sum(number(m[name]) for m in logged) / len(logged) for name in logged[0]}
 
-    return _of_logprobs(loss, ROLES | (REFERENCE if reference else {}), settings, seed, declared)
+    return _of_logprobs(loss, ROLES | (REFERENCE if reference else {}), **declared)
 
 
 def lightning(module: nn.Module, batch: Mapping[str, Any], **declared: Any) -> Step:
@@ -121,10 +119,7 @@ def _logprobs(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     return found
 
 
-def _of_logprobs(
-    loss: Callable[..., Any], roles: Mapping[str, str], settings: Mapping[str, Any] | None, seed: int,
-    declared: Mapping[str, Any],
-) -> Step:  # fmt: skip
+def _of_logprobs(loss: Callable[..., Any], roles: dict[str, str], *, seed: int = 0, **declared: Any) -> Step:
     """The step on a small policy and a slightly off-policy batch of rows of different lengths, with ratios on both
     sides of 1."""
     with torch.random.fork_rng(devices=[]):
@@ -142,9 +137,13 @@ def _of_logprobs(
             "ref": (now - 0.2 * torch.randn_like(now).abs()).clamp(max=-1e-3),
             "advantages": torch.randn(ROWS),
         }
-    batch = {key: batch[key] for key in roles.values()}
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     return Step(
-        model=model, loss=loss, batch=batch, roles=dict(roles), settings=dict(settings or {}), optimizer=optimizer,
-        logprobs=_logprobs, seed=seed, **declared,
-    )  # fmt: skip
+        model=model,
+        loss=loss,
+        batch={key: batch[key] for key in roles.values()},
+        roles=dict(roles),
+        optimizer=torch.optim.AdamW(model.parameters(), lr=1e-3),
+        logprobs=_logprobs,
+        seed=seed,
+        **declared,
+    )

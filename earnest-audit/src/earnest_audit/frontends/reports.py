@@ -129,12 +129,8 @@ def _cell(text: str) -> str:
     return " ".join(re.sub(r"([|<>*_`\\])", r"\\\1", text).split())
 
 
-FORMATS: dict[str, Callable[[Verdict], str]] = {"junit": junit, "sarif": sarif, "markdown": markdown}
-
-
-def write(verdict: Verdict, files: dict[str, Path | None]) -> None:
-    """Write the verdict in each format that has a file."""
-    for name, path in files.items():
-        if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(FORMATS[name](verdict), encoding="utf-8")
+FORMATS: dict[str, tuple[str, Callable[[Verdict], str]]] = {
+    "junit": ("JUnit XML", junit),
+    "sarif": ("SARIF 2.1.0", sarif),
+    "markdown": ("Markdown", markdown),
+}

@@ -33,7 +33,7 @@ from earnest_audit.laws.liveness import some
 from earnest_audit.limits import ENOUGH
 from earnest_audit.places import caller
 from earnest_audit.restore import replaced
-from earnest_audit.verdict import Finding, LawBroken, LawOutcome, Verdict
+from earnest_audit.verdict import Finding, LawBroken, Verdict
 from earnest_audit.watching.monitors import entries
 from earnest_audit.watching.watcher import WATCHED, Watch
 
@@ -146,6 +146,7 @@ class _Stray:
     name: str
     value: Tensor
     gradient: Tensor
+    partly: bool = False  # whether other parameters of its module are trained
     looks: int = 0  # new gradients in a row after which the parameter had not changed
 
 
@@ -160,7 +161,6 @@ class Strays:
     def __init__(self) -> None:
         self.owned = WeakIdKeyDictionary()
         self.strays = WeakIdKeyDictionary()
-        self.partly: set[str] = set()
         self.place = ""  # where the first optimizer stepped
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -176,8 +176,7 @@ class Strays:
                     continue
                 if p not in self.strays:
                     self.strays[p] = _Stray(f"{type(module).__name__}.{n}", entries(p).clone(), entries(p.grad).clone())
-                if trained:
-                    self.partly.add(self.strays[p].name)
+                self.strays[p].partly |= trained
 
     def look(self) -> None:
         """Call before a step: counts new gradients. A parameter that has changed is trained elsewhere."""
@@ -191,14 +190,13 @@ class Strays:
             stray.value = value
 
     def findings(self) -> Iterator[Finding]:
-        found = [s.name for p, s in self.strays.items() if p not in self.owned and s.looks >= ENOUGH]
-        outcomes: tuple[LawOutcome, ...] = ("fails", "not declared")
-        for outcome in outcomes:
-            names = [n for n in found if (n in self.partly) == (outcome == "fails")]
+        found = [s for p, s in self.strays.items() if p not in self.owned and s.looks >= ENOUGH]
+        for partly in (True, False):
+            names = [s.name for s in found if s.partly == partly]
             if names:
                 yield Finding(
                     "GL", "parameters without an optimizer", f"{len(names)} get gradients and stay constant", "0",
-                    outcome,
+                    "fails" if partly else "not declared",
                     f"{some(names)} get a gradient in every update, and no optimizer has them. Add them to the "
                     "optimizer's parameters; where they are meant to stay, requires_grad_(False) freezes them.",
                     self.place,
@@ -207,8 +205,8 @@ class Strays:
 
 @contextmanager
 def _listed(place: list[Any], item: Any) -> Iterator[None]:
-    """Inside, the list has this item too."""
-    place.append(item)
+    """Inside, this item is the first of the list."""
+    place.insert(0, item)
     try:
         yield
     finally:
@@ -219,35 +217,27 @@ def _listed(place: list[Any], item: Any) -> Iterator[None]:
 def injected(quick: bool) -> Iterator[None]:
     """Every trainer that is made inside gets a callback, unless it brings one. Transformers' trainer, which is slow to
     import, is changed when the script imports it."""
-    restore: list[Callable[[], None]] = []
+    with ExitStack() as stack:
 
-    def change(module: ModuleType) -> None:
-        trainer: Any = module.Trainer
-        own = trainer.__init__
+        def change(module: ModuleType) -> None:
+            own = module.Trainer.__init__
 
-        @wraps(own)
-        def made(self: Any, *args: Any, **kwargs: Any) -> None:
-            from earnest_audit.frontends.callback import AuditCallback
+            @wraps(own)
+            def made(self: Any, *args: Any, **kwargs: Any) -> None:
+                from earnest_audit.frontends.callback import AuditCallback
 
-            own(self, *args, **kwargs)
-            if not any(isinstance(c, AuditCallback) for c in self.callback_handler.callbacks):
-                self.add_callback(AuditCallback(quick=quick))
+                own(self, *args, **kwargs)
+                if not any(isinstance(c, AuditCallback) for c in self.callback_handler.callbacks):
+                    self.add_callback(AuditCallback(quick=quick))
 
-        trainer.__init__ = made
-        restore.append(lambda: setattr(trainer, "__init__", own))
+            module.Trainer.__init__ = made
+            stack.callback(setattr, module.Trainer, "__init__", own)
 
-    finder = _AfterImport(change)
-    if TRAINER in sys.modules:
-        change(sys.modules[TRAINER])
-    else:
-        sys.meta_path.insert(0, finder)
-    try:
+        if TRAINER in sys.modules:
+            change(sys.modules[TRAINER])
+        else:
+            stack.enter_context(_listed(sys.meta_path, _AfterImport(change)))
         yield
-    finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
-        for undo in restore:
-            undo()
 
 
 class _AfterImport(MetaPathFinder):

@@ -22,6 +22,7 @@ from earnest_audit.watching.monitors import hooked
 
 Inputs = Mapping[str, Any]
 
+DOCUMENTS = "documents of the packed rows"  # ours, and never passed to the trainer
 # Where a batch has this key, it has this role.
 ROLE_OF = {
     "input_ids": "ids",
@@ -40,15 +41,15 @@ ROLE_OF = {
     "label": "correct",
     "ref_chosen_logps": "reference_chosen",
     "ref_rejected_logps": "reference_rejected",
+    DOCUMENTS: "documents",
 }
 KIND_OF: dict[str, Kind] = {"epsilon_low": "clip", "epsilon_high": "clip high"}
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")  # TRL's loss types with a clip on either side
-DOCUMENTS = "documents of the packed rows"  # ours, and never passed to the trainer
 PRECISIONS = {"bf16": torch.bfloat16, "fp16": torch.float16}
 EXPERTS = ("*.experts.*",)  # where the models that route keep them
 # One entry per token of the rows.
 PER_TOKEN = ("token_type_ids", "completion_ids", "sampling_per_token_logps", "chosen_attention", "rejected_attention",
-             *ROLE_OF, DOCUMENTS)  # fmt: skip
+             *ROLE_OF)  # fmt: skip
 # As wide as the completions only by accident: never padded together with them.
 APART = ("prompt_ids", "prompt_mask", "KL_input_ids", "KL_attention_mask", "KL_completion_mask", "KL_token_type_ids")
 
@@ -58,23 +59,18 @@ def step_of_trainer(
     items: Any = None, all_supervised: bool | None = None,
 ) -> Step:  # fmt: skip
     """``compute_loss`` is the trainer's own; ``items`` is its num_items_in_batch."""
-    pairs, taught = _is_paired(trainer, inputs), hasattr(trainer, "teacher_model") and "labels" in inputs
-    batch, args = _split_pairs(inputs) if pairs else _mask_of(inputs) if taught else dict(inputs), trainer.args
-    documents = _documents(inputs)
-    if documents is not None:
-        batch[DOCUMENTS] = documents
-    knobs = _knobs(trainer, inputs)
+    args, knobs, pairs = trainer.args, _knobs(trainer, inputs), _is_paired(trainer, inputs)
+    taught = hasattr(trainer, "teacher_model") and "labels" in inputs
+    show, back = (_split_pairs, _join_pairs) if pairs else (_mask_of, _labels_of) if taught else (dict, dict)
+    batch = show(inputs) | _documents(inputs)
 
     def loss(model: nn.Module, changed: Inputs, **settings: Any) -> tuple[Tensor, dict[str, float]]:
         whole = {k: v for k, v in changed.items() if k != DOCUMENTS}
         with replaced(trainer, settings), unchanged(trainer) as metrics:
-            whole = _join_pairs(whole) if pairs else _labels_of(whole) if taught else whole
-            value = compute_loss(model, whole, num_items_in_batch=items)
+            value = compute_loss(model, back(whole), num_items_in_batch=items)
         return value, metrics
 
     roles = {role: key for key, role in ROLE_OF.items() if isinstance(batch.get(key), Tensor)}
-    if documents is not None:
-        roles["documents"] = DOCUMENTS
     if getattr(args, "distillation_weight", None) == 1:
         roles.pop("advantages", None)  # TRL's SDPO computes them and does not read them where it only distils
     if not _is_a(trainer, "KTOTrainer"):
@@ -111,8 +107,6 @@ def step_of_trainer(
     return step
 
 
-# --- what a trainer's settings imply for its loss ---------------------------------------------------------------------
-
 # TRL's DPO losses that weigh each answer by itself against the reference, or add a likelihood of the chosen one.
 BY_ITSELF = {"nca_pair", "bco_pair", "sppo_hard", "apo_down", "sft"}
 SORTED = {"aot", "aot_unpaired"}  # the batch's log-ratios are sorted: rows interact
@@ -144,8 +138,6 @@ def asks_for_a_mask(trainer: Any, inputs: Inputs) -> bool:
     return "completion_mask" in inputs or "prompt_ids" in inputs
 
 
-# --- preference pairs: TRL stacks [chosen; rejected] ------------------------------------------------------------------
-
 _PAIRED = {"input_ids": "", "attention_mask": "_attention", "completion_mask": "_mask"}
 
 
@@ -173,9 +165,6 @@ def _join_pairs(batch: Inputs) -> dict[str, Any]:
     return inputs
 
 
-# --- distillation: labels only mark positions -------------------------------------------------------------------------
-
-
 def _mask_of(inputs: Inputs) -> dict[str, Any]:
     mask = (inputs["labels"] != -100).to(inputs["attention_mask"].dtype)
     return {**{k: v for k, v in inputs.items() if k != "labels"}, "completion_mask": mask}
@@ -186,20 +175,17 @@ def _labels_of(batch: Inputs) -> dict[str, Any]:
     return {**{k: v for k, v in batch.items() if k != "completion_mask"}, "labels": labels}
 
 
-# --- what the model and the batch give away ---------------------------------------------------------------------------
-
-
-def _documents(inputs: Inputs) -> Tensor | None:
+def _documents(inputs: Inputs) -> dict[str, Tensor]:
     """Which document a token of a packed row belongs to: position ids begin again inside the row, at a real token."""
     positions, shown = inputs.get("position_ids"), inputs.get("attention_mask")
     if not isinstance(positions, Tensor) or positions.ndim != 2:
-        return None
+        return {}
     begins = positions[:, 1:] <= positions[:, :-1]
     if isinstance(shown, Tensor) and shown.shape == positions.shape:
         begins = begins & (shown[:, 1:] != 0) & (shown[:, :-1] != 0)
     if not bool(begins.any()):
-        return None
-    return torch.cat([torch.zeros_like(positions[:, :1]), begins.cumsum(-1)], dim=1)
+        return {}
+    return {DOCUMENTS: torch.cat([torch.zeros_like(positions[:, :1]), begins.cumsum(-1)], dim=1)}
 
 
 def _balances(model: nn.Module) -> bool:
@@ -216,8 +202,6 @@ def routes(model: nn.Module) -> bool:
 def _config(model: nn.Module) -> Any:
     return getattr(model, "config", None) or getattr(getattr(model, "module", None), "config", None)
 
-
-# --- settings and log-probs -------------------------------------------------------------------------------------------
 
 LOGPROBS = "_get_per_token_logps_and_entropies"
 
@@ -251,9 +235,6 @@ def _scores(model: nn.Module, changed: Inputs) -> Any:
     batch = _join_pairs(changed)
     found = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False)
     return found.logits.squeeze(-1).chunk(2)
-
-
-# --- the trainer is left as it was ------------------------------------------------------------------------------------
 
 
 @contextmanager

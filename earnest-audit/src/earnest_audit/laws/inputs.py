@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import edits
-from earnest_audit.batches import RecordingBatch
 from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.measure import RecordingBatch
 from earnest_audit.probe import Change, Probe, settings_text
 from earnest_audit.restore import seeded
 from earnest_audit.step import Step

@@ -4,7 +4,7 @@ the logged norm, learning rates."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,20 +20,16 @@ SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little sho
 
 @dataclass
 class Streak:
-    """How often something was looked at, how often it was bad, and how often in a row up to now."""
+    """How often something was looked at, how often it was good, and how often bad in a row up to now."""
 
     looks: int = 0
-    bad: int = 0
+    good: int = 0
     row: int = 0
 
     def see(self, bad: bool) -> None:
         self.looks += 1
-        self.bad += bad
+        self.good += not bad
         self.row = self.row + 1 if bad else 0
-
-    @property
-    def good(self) -> int:
-        return self.looks - self.bad
 
 
 @dataclass
@@ -137,7 +133,9 @@ class Mode:
             self._norms = [m for m in every if isinstance(m, norm) and m.track_running_stats]
         self._on = self._on or model.training or any(m.training for m in (*self._drops, *self._norms))
 
-    def update(self) -> None:
+    def update(self, model: nn.Module) -> None:
+        """An update has been made."""
+        self.see(model)
         self.off.see(not self._on)
         self._on = False
 
@@ -174,9 +172,10 @@ class Cleared:
     _fired: bool = False
     _clean: bool = False
 
-    def begin(self, parameters: Iterable[nn.Parameter]) -> None:
+    def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped."""
         self.stop()
+        parameters = (p for group in optimizer.param_groups for p in group["params"])
         full = [p for p in parameters if p.requires_grad and p.grad is not None and p.grad.layout == torch.strided]
         first = next((p for p in sorted(full, key=Tensor.numel) if _any(p.grad)), None)
         if first is not None:

@@ -3,7 +3,7 @@ over looks, so that a single unusual batch is not a finding."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -81,13 +81,8 @@ class Signals:
     gap: float | None = None  # the largest mean |log ratio| right after sampling
     all_supervised: bool = False  # prompts are meant to be supervised too
 
-    def check_names(self, signals: dict[str, object]) -> None:
-        for name in signals:
-            if name not in KNOWN:
-                raise StepError(f"unknown signal {name!r}: {nearest(name, KNOWN)}")
-
-    def look(self, **signals: object) -> None:
-        """Count one batch.
+    def look(self, signals: Mapping[str, object], due: bool) -> None:
+        """Count one batch if it is due.
 
         ``mask``        1 where the loss is taken [B, T]
         ``attention``   1 on real tokens [B, T]
@@ -99,7 +94,11 @@ class Signals:
         ``truncated``   answers that hit the length limit [B]
         ``ends``        1 where the token that ends a supervised answer is supervised [N]
         """
-        self.check_names(signals)
+        for name in signals:
+            if name not in KNOWN:
+                raise StepError(f"unknown signal {name!r}: {nearest(name, KNOWN)}")
+        if not due:
+            return
         given = {k: v for k, v in signals.items() if isinstance(v, Tensor)}
         mask, shown = given.get("mask"), given.get("attention")
         if mask is not None:

@@ -34,22 +34,12 @@ from earnest_audit.measure import is_number, number
 from earnest_audit.places import caller
 from earnest_audit.together import Together
 from earnest_audit.verdict import Finding, Verdict, judged
-from earnest_audit.watching.monitors import (
-    Cleared,
-    Mode,
-    Norm,
-    Rates,
-    StepCounter,
-    Streak,
-    at_gradients,
-    entries,
-    hooked,
-)
+from earnest_audit.watching import monitors
+from earnest_audit.watching.monitors import Streak, entries, hooked
 from earnest_audit.watching.signals import Signals
 
 MOVES = ("kl", "entropy")  # metrics that cannot stay constant while a policy learns; more are declared
 TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step
-
 
 WATCHED: list[list[Watch]] = []
 """Each receives every watch that begins; `earnest audit SCRIPT.py` collects them here."""
@@ -89,35 +79,36 @@ class _Parameter:
             streak.row = 0
 
 
-@dataclass
 class Watch:
-    """A run under watch; made by ``watch``. ``moves`` names further metrics that have to move, ``may_idle`` patterns of
-    parameters that may go without a gradient (experts)."""
+    """Watch a bare training loop; see the module's example. Several optimizers: a list, in the order of their steps.
 
-    model: nn.Module
-    optimizer: torch.optim.Optimizer | None = None
-    every: int = 10
-    moves: Sequence[str] = ()
-    may_idle: Sequence[str] = ()
-    signals: Signals = field(default_factory=Signals)
-    mode: Mode = field(default_factory=Mode)
-    updates: int = 0
-    looks: int = 0
-    place: str = ""  # the user's line that began it
+    ``moves``            further metrics that have to move
+    ``may_idle``         patterns of parameters that may go without a gradient (experts)
+    ``all_supervised``   prompts are meant to be supervised too (pre-training)
+    ``may_eval``         the model is meant to leave its training mode on the way
+    """
 
-    def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every={self.every}: look at every n-th update, n ≥ 1.")
-        self._seen = {n: _Parameter() for n, p in self.model.named_parameters() if p.requires_grad}
+    def __init__(
+        self, model: nn.Module, optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None, *,
+        every: int = 10, moves: Sequence[str] = (), may_idle: Sequence[str] = (), all_supervised: bool = False,
+        may_eval: bool = False,
+    ) -> None:  # fmt: skip
+        if every < 1:
+            raise ValueError(f"every={every}: look at every n-th update, n ≥ 1.")
+        self.model, self.every, self.moves, self.may_idle = model, every, moves, may_idle
+        self.optimizer = Together(*map(hooked, optimizer)) if isinstance(optimizer, Sequence) else hooked(optimizer)
+        self.updates = self.looks = 0
+        self.place = ""  # the user's line that began it
+        self._seen = {n: _Parameter() for n, p in model.named_parameters() if p.requires_grad}
         self._metrics: dict[str, tuple[float, Streak]] = {}  # the last value, and how often it was that of before
         self._shares: dict[str, list[float]] = {}
         self._terms_at = 0
         self._broken: dict[str, Finding] = {}
         self._warned: set[tuple[str, str, bool]] = set()
         self._handles: list[Any] = []
-        self._cleared, self._norm, self._rates, self._steps = Cleared(), Norm(), Rates(), StepCounter()
-
-    # --- the user's three calls ---------------------------------------------------------------------------------------
+        self._signals, self._mode = Signals(all_supervised=all_supervised), monitors.Mode(may_leave=may_eval)
+        self._cleared, self._norm = monitors.Cleared(), monitors.Norm()
+        self._rates, self._steps = monitors.Rates(), monitors.StepCounter()
 
     def __enter__(self) -> Watch:
         for seen in WATCHED:
@@ -126,7 +117,7 @@ class Watch:
         self._steps.began, self._steps.ended = True, False
         if self.optimizer is not None:
             self._handles = [
-                self.optimizer.register_step_pre_hook(lambda _, *call: at_gradients(self.before_update, *call)),
+                self.optimizer.register_step_pre_hook(lambda _, *c: monitors.at_gradients(self.before_update, *c)),
                 self.optimizer.register_step_post_hook(lambda *_: self.after_update()),
             ]
         return self
@@ -164,15 +155,13 @@ class Watch:
     def step(
         self, loss: Tensor | float | None = None, metrics: Mapping[str, Any] | None = None, **signals: Any
     ) -> None:
-        """What this update logged and was made from; ``Signals.look`` lists the signals."""
+        """What this update logged and was made from; ``signals.py`` lists the signals."""
         values = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
         norms = (number(v) for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm" and is_number(v))
         self._norm.logged = next(norms, None)
         self.logged(values)
-        self.signals.check_names(signals)
-        if self.due:
-            self.signals.look(**signals)
-        self.mode.see(self.model)
+        self._signals.look(signals, self.due)
+        self._mode.see(self.model)
         if self.optimizer is None:
             self.before_update()
             self._end_update()
@@ -191,8 +180,6 @@ class Watch:
             same.see(value == last)
             self._metrics[name] = (value, same)
 
-    # --- around an update ---------------------------------------------------------------------------------------------
-
     @property
     def due(self) -> bool:
         return self.updates < ENOUGH or self.updates % self.every == 0
@@ -201,7 +188,7 @@ class Watch:
         """Gradients are there and the parameters are still the old ones."""
         self._steps.begin()
         self._cleared.end()
-        self.mode.see(self.model)
+        self._mode.see(self.model)
         if not self.due:
             return
         self.looks += 1
@@ -249,13 +236,11 @@ class Watch:
                 if seen is not None and seen.before is not None:
                     seen.stuck.see(torch.equal(entries(p), seen.before))
                     seen.before = None
-            assert self.optimizer is not None
-            self._cleared.begin(p for group in self.optimizer.param_groups for p in group["params"])
+            self._cleared.begin(self.optimizer)
         self._end_update()
 
     def _end_update(self) -> None:
-        self.mode.see(self.model)
-        self.mode.update()
+        self._mode.update(self.model)
         due, self.updates = self.due, self.updates + 1
         if due:
             self._warn()
@@ -274,8 +259,6 @@ class Watch:
             if finding.outcome == "fails" and key not in self._warned:
                 self._warned.add(key)
                 warnings.warn(str(finding), WatchWarning, stacklevel=4)
-
-    # --- the verdict --------------------------------------------------------------------------------------------------
 
     def verdict(self) -> Verdict:
         """Everything that was watched, up to now."""
@@ -308,8 +291,8 @@ class Watch:
             yield not_declared("GL", "terms", "w.terms({name: loss, …}) before backward")
         has_to_move = {n for n in self._metrics if n.rsplit("/", 1)[-1] in MOVES} | set(self.moves)
         yield from map(self._moving, sorted(has_to_move))
-        yield from self.mode.findings(self._steps.ended)
-        yield from self.signals.findings()
+        yield from self._mode.findings(self._steps.ended)
+        yield from self._signals.findings()
 
     def _moving(self, name: str) -> Finding:
         value, same = self._metrics.get(name, (math.nan, Streak()))
@@ -373,19 +356,4 @@ class Watch:
         )  # fmt: skip
 
 
-def watch(
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
-    *,
-    every: int = 10,
-    moves: Sequence[str] = (),
-    may_idle: Sequence[str] = (),
-    all_supervised: bool = False,
-    may_eval: bool = False,
-) -> Watch:
-    """Watch a bare training loop; see the module's example. Several optimizers: a list, in the order of their
-    steps. ``all_supervised`` where prompts are meant to be supervised too (pre-training), ``may_eval`` where the model
-    is meant to leave its training mode on the way."""
-    optimizer = Together(*map(hooked, optimizer)) if isinstance(optimizer, Sequence) else hooked(optimizer)
-    signals, mode = Signals(all_supervised=all_supervised), Mode(may_leave=may_eval)
-    return Watch(model, optimizer, every, moves, may_idle, signals, mode)
+watch = Watch
