@@ -256,9 +256,6 @@ def _widths(step: Step) -> set[int]:
     return set()
 
 
-# --- which tokens are supervised --------------------------------------------------------------------------------------
-
-
 def in_place(step: Step) -> bool:
     """Whether labels stand where their tokens do, so that the loss shifts them."""
     return _labels_are(step, 0)

@@ -55,8 +55,6 @@ class Measure:
         self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
         self._put_buffers_back: Callable[[], None] = lambda: None
 
-    # --- gradients ----------------------------------------------------------------------------------------------------
-
     def gradient(
         self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
     ) -> Gradient:
@@ -155,8 +153,6 @@ class Measure:
                 return [t.grad for t in inputs]
             finally:
                 hooks()
-
-    # --- other evaluations --------------------------------------------------------------------------------------------
 
     def look(self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None) -> Reading:
         """Loss and metrics, without a gradient."""

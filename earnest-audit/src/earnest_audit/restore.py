@@ -214,9 +214,7 @@ def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
 
 def _bits(t: Tensor) -> Tensor:
     """As bytes, so that NaN equals itself and -0 differs from 0."""
-    return (
-        t.detach().contiguous().reshape(-1).view(torch.uint8) if t.element_size() and not t.is_complex() else t.detach()
-    )
+    return t.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 @contextmanager

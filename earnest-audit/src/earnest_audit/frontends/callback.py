@@ -81,7 +81,8 @@ class AuditCallback(TrainerCallback):
                 if self._watches and self.audited is not None:
                     if self.watch is None:
                         idle = EXPERTS if routes(model) else ()
-                        self.watch = Watch(model, self._trainer.optimizer, every=self.every, may_idle=idle).__enter__()
+                        self.watch = Watch(model, self._trainer.optimizer, every=self.every, may_idle=idle)
+                        self.watch.__enter__()
                     self.watch.step(**self._signals(inputs))
         return self._own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
 

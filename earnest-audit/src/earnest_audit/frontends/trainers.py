@@ -149,6 +149,7 @@ def _is_paired(trainer: Any, inputs: Inputs) -> bool:
 
 
 def _split_pairs(inputs: Inputs) -> dict[str, Any]:
+    """TRL stacks [chosen; rejected]."""
     batch = {k: v for k, v in inputs.items() if k not in _PAIRED}
     for key, suffix in _PAIRED.items():
         if key in inputs:
@@ -166,6 +167,7 @@ def _join_pairs(batch: Inputs) -> dict[str, Any]:
 
 
 def _mask_of(inputs: Inputs) -> dict[str, Any]:
+    """In distillation labels only mark positions."""
     mask = (inputs["labels"] != -100).to(inputs["attention_mask"].dtype)
     return {**{k: v for k, v in inputs.items() if k != "labels"}, "completion_mask": mask}
 
