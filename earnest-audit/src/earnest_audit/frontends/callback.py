@@ -150,8 +150,8 @@ class AuditCallback(TrainerCallback):
     def _dropped(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
         """Columns of the dataset that ``compute_loss`` reads and ``remove_unused_columns`` removed."""
         trainer = self._trainer
-        has = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
-        kept = getattr(trainer, "_signature_columns", None)
+        has: Any = getattr(getattr(trainer, "train_dataset", None), "column_names", None)
+        kept: Any = getattr(trainer, "_signature_columns", None)
         removes = getattr(trainer.args, "remove_unused_columns", False) and isinstance(has, list) and kept
         gone = set(has) - set(kept) - set(inputs) if removes else set()
         if not gone:
