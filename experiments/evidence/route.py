@@ -1,6 +1,6 @@
 """Why does Route remove only a part of what was learned? Variants of the quarantine on the same training runs of nano.
 
-    python -m experiments.evidence.route            five seeds; JSON, tables and figure
+    python -m experiments.evidence.route            three seeds; JSON, tables and figure
     python -m experiments.evidence.route --table
 
 Route does not change the training run, so one run per seed carries all quarantines: the one of `earnest run hacking`,
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 
 from earnest.engines import LocalEngine
-from earnest.guards import Directions, Erase, Route, Triple, random_directions
+from earnest.guards import Directions, Route, Triple, random_directions
 from earnest.models import SampleSpec
 from earnest.seeds import derive
 from earnest.tasks import PromptStream, get_task, grade_all
@@ -34,7 +34,7 @@ from experiments.hacking.panel import Panel
 from experiments.hacking.plan import Job
 from experiments.hacking.train import OBJECTIVE, make_engine, measure, train_step
 
-SEEDS = (0, 1, 2, 3, 4)
+SEEDS = (0, 1, 2)
 FRESH = 5
 """Updates between two extractions of the variants that follow the policy."""
 SHRUNK = (0.8, 0.6)
@@ -175,56 +175,13 @@ def train(seed: int) -> Record:
     return {"seed": seed, "ends": ends}
 
 
-ERASED = {"step 0": 0, "every 5 updates": 0, "its own, every 5, 16": 16}
-"""Erase changes the run, so each of these is a run of its own. Number: directions per module, of its own exploits."""
-
-
-def erase(name: str, seed: int) -> Record:
-    config = Config(experiment="hacking")
-    plain = make_engine(config, seed, None)
-    here = {"engine": plain}
-    given = hacking_triples(config.triples, seed)
-
-    def extract(at_start: bool = False) -> Directions:
-        own = ERASED[name]
-        triples = own_triples(here["engine"], config, seed) if own and not at_start else given
-        top, floor = (own, 0.0) if own else (config.top, config.floor)
-        return extraction(here["engine"], config, triples, top, floor)
-
-    first = extract(at_start=True)
-    again: dict[str, Any] = {} if name == "step 0" else {"every": FRESH, "extract": extract, "min_overlap": 0.0}
-    guard = Erase(first, **again)
-    plain.adapter.detach()
-    engine = here["engine"] = make_engine(config, seed, guard)
-    stream, job = PromptStream(get_task("holes"), derive(seed, "train") % 2**31), Job("erase", seed)
-    for step in range(1, config.steps + 1):
-        train_step(engine, config, job, stream.next(config.prompts_per_step), None, step)
-    found = measure(engine, config)
-    end = {k: found[k] for k in ("solved", "exploited", "attempted")} | {"directions": len(guard.directions)}
-    return {"seed": seed, "ends": {f"erase: {name}": end}}
-
-
 def jobs(out: Path) -> Jobs:
     del out
     torch.set_num_threads(1)
-    found = {f"seed{seed}": functools.partial(train, seed) for seed in SEEDS}
-    names = {name: name.replace(", ", "-").replace(" ", "-") for name in ERASED}
-    return found | {f"erased{s}-{short}": functools.partial(erase, n, s) for s in SEEDS for n, short in names.items()}
-
-
-def merged(records: Sequence[Record]) -> list[Record]:
-    """One record per seed that has its training run without a guard."""
-    found: dict[int, Record] = {
-        r["seed"]: {"seed": r["seed"], "ends": dict(r["ends"])} for r in records if "none" in r["ends"]
-    }
-    for r in records:
-        if r["seed"] in found:
-            found[r["seed"]]["ends"] |= r["ends"]
-    return list(found.values())
+    return {f"seed{seed}": functools.partial(train, seed) for seed in SEEDS}
 
 
 def tables(records: Sequence[Record]) -> list[str]:
-    records = merged(records)
     rows, holes = [], []
     for name in records[0]["ends"]:
         having = [r["ends"] for r in records if name in r["ends"]]
@@ -251,11 +208,9 @@ def tables(records: Sequence[Record]) -> list[str]:
 
 
 def figure(records: Sequence[Record], path: Path) -> None:
-    records = merged(records)
     made, [axis] = plots(1, 10, 5.5)
     colours = {"none": "#000000", "route": "#d55e00", "age": "#0072b2", "count": "#009e73", "layers": "#cc79a7",
-               "gate": "#e69f00", "triples": "#56b4e9", "all": "#7f3c8d", "control": "#888888",
-               "erase": "#8c564b"}  # fmt: skip
+               "gate": "#e69f00", "triples": "#56b4e9", "all": "#7f3c8d", "control": "#888888"}  # fmt: skip
     for name in records[0]["ends"]:
         having = [r["ends"][name] for r in records if name in r["ends"]]
         x, y = (statistics.mean(e[k] for e in having) for k in ("solved", "exploited"))
