@@ -23,7 +23,7 @@ from earnest.errors import EarnestError, NothingToTrain
 from earnest.objectives import Objective
 from earnest.proving import prove, prove_conversations
 from earnest.report.watch import BEFORE_TRAINING, RunWatch
-from earnest.rollouts import rewrites_history
+from earnest.rollouts import Rollouts, rewrites_history
 from earnest.runs import checkpoints, verdicts
 from earnest.runs.ahead import BatchesAhead, ReplayedBatches
 from earnest.runs.best import Best
@@ -195,7 +195,7 @@ class TrainingLoop:
         self.begun = True
         torch.manual_seed(derive(config.seed, "step", step))
         started = time.perf_counter()
-        collected = self.source.next(step)
+        collected = self._collect(step)
         batch = collected.batch
         sampled = time.perf_counter()
         live = [w.term.label for w in objective.live()]
@@ -251,6 +251,10 @@ class TrainingLoop:
         """Show a warning, and record it."""
         self.run.event("warning", sentence)
         self.progress.warn(sentence)
+
+    def _collect(self, step: int) -> Rollouts:
+        """A replica counts the rewards here."""
+        return self.source.next(step)
 
     def _check(self) -> None:
         """Prove the step before training with it; a law that fails ends the run here."""
