@@ -1,0 +1,5 @@
+"""A fourth reading by strangers, of right steps; see ``reading``."""
+
+from tests.audit.reading2026d.reading import read
+
+READING = read()

@@ -1,0 +1,35 @@
+"""Dual-clip PPO: for negative advantages the objective is bounded below by c*A (Ye et al. 2020), so very large ratios get NO gradient there; looks like a wrong max."""
+FAMILY = 'policy gradient'
+KIND = "loss"
+INPUTS = {'ids': 'token ids [rows,time]', 'mask': '1 where the predicted token is trained [rows,time-1]', 'old_logp': 'log-probability of the taken token when sampled [rows,time-1]', 'adv': 'advantage per row [rows]'}
+SETTINGS = {'eps': '0.2', 'c': '3.0'}
+NOTES = 'Mean over trained tokens of all rows. adv and old_logp constants.'
+import torch, torch.nn as nn, torch.nn.functional as F
+class LM(nn.Module):
+    def __init__(self, out=20, vocab=20, width=12):
+        super().__init__(); self.emb = nn.Embedding(vocab, width); self.gru = nn.GRU(width, width, batch_first=True); self.head = nn.Linear(width, out)
+    def forward(self, ids): return self.head(self.gru(self.emb(ids))[0])
+def logp(model, ids): return model(ids[:, :-1]).log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+def base(seed, rows=4, time=7):
+    torch.manual_seed(seed); m = LM().double(); ids = torch.randint(0, 20, (rows, time)); mask = torch.ones(rows, time - 1).double(); mask[:, 0] = 0; mask[1, 4:] = 0
+    with torch.no_grad(): lp = logp(m, ids)
+    return {"model": m, "ids": ids, "mask": mask, "old_logp": lp + 0.3 * torch.randn_like(lp), "adv": torch.randn(rows).double()}
+def make(seed):
+    d = base(seed); d["old_logp"][0, 2] -= 3; d["adv"][0] = -1.0; return d
+def right(model, batch, eps=0.2, c=3.0):
+    r = (logp(model, batch["ids"]) - batch["old_logp"]).exp(); a = batch["adv"][:, None]; k = batch["mask"]
+    o = torch.minimum(r * a, r.clamp(1 - eps, 1 + eps) * a)
+    o = torch.where(a < 0, torch.maximum(o, c * a), o)
+    return -(o * k).sum() / k.sum()
+def slow(m, d):
+    r = (logp(m, d["ids"]) - d["old_logp"]).exp().detach(); t = n = 0
+    for i in range(4):
+        for j in range(6):
+            if d["mask"][i, j]:
+                a = d["adv"][i].item(); x = r[i, j].item(); n += 1; y = min(x, 1.2) * a if a > 0 else min(max(x, 0.8), 3.0) * a; t -= y
+    return t / n
+
+if __name__ == "__main__":
+    d = make(0); m = d.pop("model"); loss = right(m, d); loss = loss[0] if isinstance(loss, tuple) else loss
+    loss.backward(); gn = [(n, p.grad.norm().item()) for n, p in m.named_parameters()]
+    want = slow(m, d); print("loss", loss.item(), "slow", float(want), "smallest grad", min(g for _, g in gn)); assert abs(loss.item() - float(want)) < 1e-9 and all(g > 0 for _, g in gn)

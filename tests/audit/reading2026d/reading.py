@@ -1,0 +1,22 @@
+"""A fourth reading by strangers, of right steps only: two more readers wrote a hundred pieces of unusual right training
+code in ``g`` and ``h`` (``TASK.md``), and further persons declared them as in ``tests/audit/reading2026c``, without
+seeing the audit. Everything was committed before any of them was audited.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.audit.reading2026.base import Reading, load
+
+HERE = Path(__file__).parent
+READING = Reading(HERE)
+declare, no_subject = READING.declare, READING.no_subject
+
+
+def read() -> Reading:
+    """The steps with their declarations."""
+    for path in sorted((HERE / "declared").glob("*.py")):
+        load(path)
+    READING.sort()
+    return READING
