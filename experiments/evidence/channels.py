@@ -77,7 +77,8 @@ def figure(records: Sequence[Record], path: Path) -> None:
     made, [axis] = plots(1, 10)
     for arm, own in by(records, "arm").items():
         mean = [sum(r["reward"][i] for r in own) / len(own) for i in range(len(own[0]["reward"]))]
-        axis.plot([sum(mean[max(0, i - 4) : i + 1]) / min(5, i + 1) for i in range(len(mean))], label=arm)
+        smooth = [sum(mean[max(0, i - 4) : i + 1]) / min(5, i + 1) for i in range(len(mean))]
+        axis.plot(range(1, len(mean) + 1), smooth, label=arm)
     axis.set(xlabel="step", ylabel="training reward (mean of 5 steps and of the seeds)")
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     made.savefig(path)

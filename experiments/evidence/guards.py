@@ -113,7 +113,7 @@ def figure(records: Sequence[Record], path: Path) -> None:
                     colour = {"none": "#444444", "erase": "#0072b2", "route": "#d55e00"}[name]
                     label = name if record["seed"] == SEEDS[0] else None
                     axis.plot([p["step"] for p in points], [p[rate] for p in points], color=colour, label=label)
-        axis.set(xlabel="step", ylabel=f"{rate}, held out")
+        axis.set(xlabel="step", ylabel=f"{rate}, held out", ylim=(0, 1.02))
         axis.legend(fontsize=8)
     made.savefig(path)
 

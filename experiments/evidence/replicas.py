@@ -218,7 +218,10 @@ def figure(records: Sequence[Record], path: Path) -> None:
             error = statistics.stdev(ends) if len(ends) > 1 else None
             axis.errorbar(x, y, yerr=error, fmt=marker, markersize=8, capsize=3, label=arm)
         axis.set(
-            xscale="log", yscale="log", xlabel="kB sent per replica", ylabel="held-out loss at the end, nats per token"
+            xscale="log",
+            yscale="log" if model == "nano" else "linear",
+            xlabel="kB sent per replica",
+            ylabel="held-out loss at the end, nats per token",
         )
         axis.set_title(f"{model}: {runs[0]['updates']} updates, four replicas")
         axis.legend(fontsize=8)
