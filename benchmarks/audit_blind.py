@@ -99,9 +99,10 @@ def tables(
     """``missed`` and ``accused``: the reason of each miss and each false alarm, a column of its own where there are
     any."""
     families = list(Counter(d["family"] for d in first["defects"]))
-    print("| family | defects | seen at first | seen now | alarms on fixes, first | now |")
-    print("|---|---|---|---|---|---|")
-    for family in [*families, "all"]:
+    if families:
+        print("| family | defects | seen at first | seen now | alarms on fixes, first | now |")
+        print("|---|---|---|---|---|---|")
+    for family in [*families, "all"] if families else ():
         cells: list[int] = []
         for key in ("seen", "fixed"):
             for result in (first, now):
@@ -114,8 +115,9 @@ def tables(
         alarms = [sum(bool(r["alarms"]) for r in rows) for rows in both]
         print(f"| {family} | {len(both[0])} | {alarms[0]} | {alarms[1]} |")
     why = " why not |" if missed else ""
-    print(f"\n| not seen at first | issue | family | what the code does | seen now |{why}")
-    print(f"|---|---|---|---|---|{why and '---|'}")
+    if not all(d["seen"] for d in first["defects"]):
+        print(f"\n| not seen at first | issue | family | what the code does | seen now |{why}")
+        print(f"|---|---|---|---|---|{why and '---|'}")
     later = {d["id"]: d["seen"] for d in now["defects"]}
     for d in first["defects"]:
         if not d["seen"]:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Metric, Step, audit
+from earnest_audit import Metric, Setting, Step, audit
 from earnest_audit.laws import (
     metrics,
     pairs,
@@ -108,6 +108,9 @@ def test_a_preference_may_be_the_term_and_the_likelihood_the_rest(dtype: torch.d
     assert judged(pair_step(orpo, **declared))[IDENTICAL] == "holds"
     assert judged(pair_step(one_sided, **declared))[IDENTICAL] == "fails"
     assert judged(pair_step(orpo, **{**declared, "metrics": {}}))[IDENTICAL] == "fails"
+    unnamed = {**declared, "metrics": {}, "settings": {"lam": Setting(0.1, "weight")}}
+    assert judged(pair_step(orpo, **unnamed))[IDENTICAL] == "holds"
+    assert judged(pair_step(one_sided, **unnamed))[IDENTICAL] == "fails"
 
 
 def test_terms_that_are_the_whole_loss_add_up_to_it() -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 from earnest_audit.gradient import Gradient
@@ -65,15 +66,8 @@ def weakest(
     probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float
 ) -> RelativeGradient | None:
     """The first part that has a gradient on ``usual`` and none on ``same``; else the first that has one at all."""
-    named, unnamed = parts(probe), _terms(probe, probe.step.switches)
-    return _weakest(probe, named, usual, same, room) or _weakest(probe, unnamed, usual, same, room)
-
-
-def _weakest(
-    probe: Probe, found: Iterator[Part], usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float
-) -> RelativeGradient | None:
     first: RelativeGradient | None = None
-    for part in found:
+    for part in chain(parts(probe), _terms(probe, probe.step.switches)):
         try:
             present = part.gradient(probe, usual)
         except Exception:
