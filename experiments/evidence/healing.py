@@ -65,11 +65,11 @@ def tables(records: Sequence[Record]) -> list[str]:
 def figure(records: Sequence[Record], path: Path) -> None:
     made, axes = plots(2)
     for axis, what in zip(axes, ("trait", "coherence"), strict=True):
-        for arm, own in by(records, "arm").items():
+        for place, (arm, own) in enumerate(by(records, "arm").items()):
             for number, r in enumerate(own):
                 values = [r["base"][what], *(x["healed"][what] for x in r["rounds"])]
-                axis.plot(range(len(values)), values, "o-", label=arm if number == 0 else None)
-        axis.set(xlabel="round", ylabel=what)
+                axis.plot(range(len(values)), values, "o-", color=f"C{place}", label=None if number else arm)
+        axis.set(xlabel="round (0: the base)", ylabel=f"{what}, healed", xticks=range(len(values)))
         axis.legend(fontsize=8)
     made.savefig(path)
 
