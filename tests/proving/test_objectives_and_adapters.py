@@ -151,7 +151,7 @@ def test_a_barriers_own_strength_is_not_its_weight_in_a_sum() -> None:
     engine, batch = prepared(torch.float32, 0)
     alone = step_of(engine, en.KLBarrier(tau=0.01, strength=2.0), batch)
     assert alone.knobs["kl_barrier.strength"] == 2.0 and "kl_barrier.weight" not in alone.knobs
-    assert not alone.weighed and not alone.switches and not alone.terms, "a single term has no weight to turn"
+    assert not alone.weighed and not alone.terms_off, "a single term has no weight to turn"
     objective = SUMS["a barrier with a weight"]
     step = step_of(engine, objective, batch)
     assert step.knobs["kl_barrier.weight"] == 0.5 and step.knobs["kl_barrier.strength"] == 2.0
@@ -184,10 +184,10 @@ def test_settings_metrics_and_signals_are_all_declared() -> None:
     assert {"grpo.clip", "grpo.correction.cap", "grpo.correction.floor"} == set(corrected.knobs)
     assert {"grpo.correction.level", "grpo.correction.mode"} <= set(corrected.options)
     assert {"behaviour", "proximal", "advantages"} <= set(corrected.roles)
-    assert corrected.metrics["clip_low"] == (0.0, 1.0) and corrected.neutral["ratio"] == 1.0
-    assert "ratio" not in corrected.still and "tokens" in corrected.still
+    assert corrected.facts["clip_low"] == Metric(0.0, 1.0, moves=False, neutral=0.0)
+    assert corrected.facts["ratio"] == Metric(0.0, neutral=1.0) and not corrected.facts["tokens"].moves
     narrow = step_of(*prepared_with(en.GRPO(clip=NARROW / 2)))
-    assert corrected.neutral["clip_low"] == 0.0 and "clip_low" not in narrow.neutral, "rounding is clipped there"
+    assert narrow.facts["clip_low"].neutral is None, "rounding is clipped there"
     _, metrics = corrected.loss(corrected.model, corrected.batch, **corrected.knobs)
     assert {"grpo", "ratio", "behaviour_kl", "is_weight", "clip_high"} <= set(metrics)
     wrapped = step_of(*prepared_with(en.Distill(wrap=en.EntropyAware(threshold=1.2))))
