@@ -27,6 +27,7 @@ from earnest.proving.step import _batch, _data, _unique_pairs
 from earnest.settings import setting
 from earnest.signals import Batch, Reference, Teacher
 from earnest.signals.scorer import HiddenWanted, LogProbsWanted
+from earnest_audit import Metric
 from tests.engines.conftest import VOCABULARY, perturb, tiny_policy
 from tests.objectives.support import GROUPS, LENGTHS, PAIRS, ROLES, examples
 
