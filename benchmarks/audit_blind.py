@@ -28,34 +28,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' o
 
 from earnest_audit import audit
 from tests.audit import blind2026, reading2026, reading2026b, reading2026c, reading2026d
-from tests.audit.reading2026.reasons import ALARMS, MISSES
+from tests.audit.reading2026 import reasons as first
 from tests.audit.reading2026b import reasons as second
 from tests.audit.reading2026c import reasons as third
 from tests.audit.reading2026d import reasons as fourth
 
 RESULTS = Path(__file__).parent / "results"
 Reasons = tuple[Mapping[str, str], Mapping[str, str]]
+STRANGERS = ((reading2026, first), (reading2026b, second), (reading2026c, third), (reading2026d, fourth))
 READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # name, defects, right steps, reasons
     0: ("audit_blind", blind2026.CASES, blind2026.RIGHT, ({}, {})),
-    1: ("audit_blind_strangers", reading2026.READING.cases, reading2026.READING.right, (MISSES, ALARMS)),
-    2: (
-        "audit_blind_strangers2",
-        reading2026b.READING.cases,
-        reading2026b.READING.right,
-        (second.MISSES, second.ALARMS),
-    ),
-    3: (
-        "audit_blind_strangers3",
-        reading2026c.READING.cases,
-        reading2026c.READING.right,
-        (third.MISSES, third.ALARMS),
-    ),
-    4: (
-        "audit_blind_strangers4",
-        reading2026d.READING.cases,
-        reading2026d.READING.right,
-        (fourth.MISSES, fourth.ALARMS),
-    ),
+} | {
+    n: (f"audit_blind_strangers{n if n > 1 else ''}", r.READING.cases, r.READING.right, (why.MISSES, why.ALARMS))
+    for n, (r, why) in enumerate(STRANGERS, 1)
 }
 
 

@@ -104,16 +104,15 @@ def a_step(thing: Any) -> Step:
 def earnest(thing: Any) -> Found:
     verdict = audit(thing)
     if isinstance(thing, Step):
-        mappings = ("roles", "knobs", "options", "terms", "weighed", "paths", "metrics")
+        mappings = ("roles", "settings", "weighed", "paths", "metrics")
         lines = 3 + sum(len(getattr(thing, name)) for name in mappings)
-        others = {"model", "loss", "batch", "settings", "name", "seed", "still", "neutral", *mappings}
+        others = {"model", "loss", "batch", "name", "seed", *mappings}
     else:
         lines, others = 0, set()
     for field in fields(thing):
         value = getattr(thing, field.name)
-        lines += field.name not in others and value is not field.default and bool(value is not None)
-        if field.name not in others and field.default_factory is not None and isinstance(value, Mapping | Sequence):
-            lines -= not value
+        empty = value is None or (isinstance(value, Mapping | Sequence) and not value)
+        lines += field.name not in others and value is not field.default and not empty
     return [f"{f.law}: {f.subject}" for f in verdict.failures], [], lines
 
 

@@ -30,7 +30,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the corpus is the tests' own
 
 import tests.audit
-from earnest_audit import Step, Verdict, audit, infer
+from earnest_audit import Setting, Step, Verdict, audit, infer
 from earnest_audit.frontends.inference import InferredStep
 from earnest_audit.probe import Probe
 from tests.audit.corpus import losses, machinery, policy
@@ -42,24 +42,14 @@ LAW_TESTS = ["tests/audit/laws", "tests/audit/test_correct_steps.py", "tests/aud
 RESULTS = Path(__file__).parent / "results" / "audit_roles.json"
 FIELDS = {field.name for field in dataclasses.fields(Step)} - {"model", "loss", "batch", "roles", "settings"}
 # What a user without declarations would not have written.
-UNDECLARED = {
-    "logprobs",
-    "student",
-    "terms",
-    "metrics",
-    "paths",
-    "reference",
-    "family",
-    "weighed",
-    "neutral",
-    "switches",
-}
+UNDECLARED = {"logprobs", "student", "metrics", "paths", "reference", "family", "weighed"}
 
 
 def stripped(step: Step) -> InferredStep:
     """The step with guessed roles; its settings' values and what couples its rows stay."""
     kept = {name: getattr(step, name) for name in FIELDS - UNDECLARED}
-    return infer(step.model, step.loss, step.batch, **kept)
+    modes = {name: Setting(present, modes=others) for name, (present, *others) in step.options.items()}
+    return infer(step.model, step.loss, step.batch, settings={**step.knobs, **modes}, **kept)
 
 
 def right_steps() -> Iterator[tuple[str, Callable[[], Any]]]:

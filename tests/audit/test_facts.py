@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from earnest_audit import Metric, Setting, Step, StepError, audit
+from earnest_audit import Metric, Setting, Step, StepError, audit, infer
 from earnest_audit.errors import EarnestError
 from earnest_audit.first_edition import Raises
 from earnest_audit.laws import clipping, direction, knobs, metrics, on_policy
@@ -61,6 +61,8 @@ def test_the_names_of_the_first_edition_are_translated_with_a_warning() -> None:
     }  # fmt: skip
     with pytest.warns(DeprecationWarning, match=r"knobs, options, .*Setting"):
         made = Step(step.model, step.loss, step.batch, step.roles, metrics={"kl": (0.0, None)}, **old)
+    with pytest.warns(DeprecationWarning, match="knobs"):
+        assert infer(step.model, step.loss, step.batch, knobs={"beta": 0.04, "clip": 0.2}).knobs["clip"] == 0.2
     assert made.declared == {
         "beta": Setting(0.04), "n": Setting(8, "inert"), "c": Setting(0.1, "weight"), "alpha": Setting(0.5, pure=1.0),
         "mode": Setting("a", modes=("b",), twins=frozenset({("a", "b")})),

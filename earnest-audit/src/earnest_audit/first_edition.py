@@ -30,7 +30,7 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
     if not old:
         return new
     text = f"{', '.join(old)}: declare settings={{name: Setting(…)}} and metrics={{name: Metric(…)}} instead."
-    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    warnings.warn(text, DeprecationWarning, stacklevel=3)
     settings = {**new.get("settings", {}), **old.get("knobs", {})}
     metrics = {n: m if isinstance(m, Metric) else Metric(*m) for n, m in new.get("metrics", {}).items()}
 

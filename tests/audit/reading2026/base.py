@@ -105,6 +105,13 @@ class Reading:
         path = self.path(name)
         self.unfit[f"{path.parent.name}/{path.stem}"] = why
 
+    def read(self) -> Reading:
+        """Loads the declarations in the folder ``declared``, which are the declarers' own files."""
+        for path in sorted((self.folder / "declared").glob("*.py")):
+            load(path)
+        self.sort()
+        return self
+
     def sort(self) -> None:
         self.cases.sort(key=lambda c: c.id)
         self.right.sort(key=lambda r: r.id)

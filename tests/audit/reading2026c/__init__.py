@@ -1,5 +1,7 @@
 """A third reading by strangers; see ``reading``."""
 
-from tests.audit.reading2026c.reading import read
+from tests.audit.reading2026c.reading import READING
 
-READING = read()
+READING.read()
+
+__all__ = ["READING"]

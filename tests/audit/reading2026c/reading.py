@@ -11,16 +11,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.audit.reading2026.base import Reading, load
+from tests.audit.reading2026.base import Reading
 
-HERE = Path(__file__).parent
-READING = Reading(HERE)
+READING = Reading(Path(__file__).parent)
 declare, no_subject = READING.declare, READING.no_subject
-
-
-def read() -> Reading:
-    """The cases with their declarations."""
-    for path in sorted((HERE / "declared").glob("*.py")):
-        load(path)
-    READING.sort()
-    return READING

@@ -1,5 +1,7 @@
 """A fourth reading by strangers, of right steps; see ``reading``."""
 
-from tests.audit.reading2026d.reading import read
+from tests.audit.reading2026d.reading import READING
 
-READING = read()
+READING.read()
+
+__all__ = ["READING"]

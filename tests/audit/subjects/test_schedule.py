@@ -116,7 +116,10 @@ def test_a_schedule_that_is_over_before_the_run_is_seen() -> None:
     """AReaL #1289: the decay lacks the warm-up a second time."""
     early = [*warm(35, "cosine"), *[0.0] * 5]
     assert failed(Schedule(lambda t, _: early, 1.0, 0.0, warmup=5)) == {"the last steps"}
-    held = lambda t, _: [max(0.1, r) for r in early]  # noqa: E731
+
+    def held(total: int, _: int) -> list[float]:
+        return [max(0.1, r) for r in early[:total]]
+
     assert audit(Schedule(held, 1.0, 0.1, warmup=5)).holds, "a floor may be held"
     reached = held(40, 1).index(0.1)
     assert audit(Schedule(held, 1.0, 0.1, warmup=5, ends=reached)).holds, "and the step that reaches it declared"

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.edits import next_of
+from earnest_audit.first_edition import renamed
 from earnest_audit.measure import Batch, Reading
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
@@ -76,6 +77,7 @@ class InferredStep(Step):
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
     """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared`` are further fields of ``Step``;
     declared roles are not guessed."""
+    declared = renamed(declared)
     check_fields(declared)
     given = dict(declared.pop("roles", {}))
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)

@@ -68,9 +68,9 @@ def _clips(probe: Probe) -> Rows:
 def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
     """∇L = -c·Σ w·∇lp, w = ∂L/∂behaviour by token: log-probs enter the loss as differences to the behaviour's only.
     c is not 1 where a second ratio is under a stop-gradient."""
-    own = token_weights(here.inputs)
     if probe.step.value_is_loss is False:  # there ∂L/∂behaviour is the detached weight's own slope
         return LAW.not_applicable(THROUGH, "stop-gradients by declaration")
+    own = token_weights(here.inputs)
     if own is None or own.numel() != now.numel():
         return LAW.not_applicable(THROUGH, "the loss has no slope by the behaviour")
     rebuilt = probe.pull(-(own.reshape(now.shape).to(now.dtype) * now).sum(), retain=True)

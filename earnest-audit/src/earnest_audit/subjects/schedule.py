@@ -102,8 +102,9 @@ class Schedule(Subject, name="schedule"):
             above = next((n for n, rate in enumerate(reversed(one)) if rate > final + EXACT * peak), len(one))
             planned, allowed = len(one) if self.ends is None else self.ends, max(1, len(one) // 50)
             early = planned - 1 - (len(one) - above)
+            reached = f"reached at step {len(one) - above + 1} of {len(one)}" if above else "never reached exactly"
             yield (
-                "the last steps", f"the final rate is reached {early} steps early", f"{allowed} at most",
+                "the last steps", f"the final rate is {reached}", f"at step {planned}, at most {allowed} early",
                 early <= allowed and (self.ends is None or early >= -1 - allowed),
                 "The decay is over before it is meant to be, or after: its length lacks the warm-up, or is that of "
                 "another run.",
