@@ -733,7 +733,7 @@ def main(out: Path, wanted: list[str]) -> None:
     if not wanted and MESH.size == 2 and set(results.values()) == {"holds"}:
         MESH = Mesh.start(tensor=2)  # the same two processes as a team
         _run(out, results, {f"split layers: {n}": TENSOR[n] for n in TENSOR_FEW})
-    torch.distributed.destroy_process_group()
+    meshes.end()
 
 
 def _run(out: Path, results: dict[str, str], checks: dict[str, Callable[[], None]]) -> None:

@@ -38,25 +38,31 @@ SOME = (
 """The checks for four ranks in ``make test``; all of them run on two."""
 
 
-def run(
-    out: Path, count: int, checks: tuple[str, ...] = (), replicate: int = 1, tensor: int = 1, long: bool = True
-) -> list[dict[str, str]]:
-    """What each of ``count`` ranks found. ``long``: with more steps and more examples of adapters."""
+def together(count: int, command: list[str], out: Path, settings: dict[str, str]) -> tuple[list[int], str]:
+    """The exit codes of ``count`` ranks, and what they printed."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     path = os.pathsep.join([str(ROOT / "src"), str(ROOT), os.environ.get("PYTHONPATH", "")])
-    common = {**os.environ, "WORLD_SIZE": str(count), "REPLICATE": str(replicate), "PYTHONPATH": path}
-    common |= {"TENSOR": str(tensor), "LONG": str(int(long))}
+    common = {**os.environ, **settings, "WORLD_SIZE": str(count), "PYTHONPATH": path}
     common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     logs = [out / f"rank-{rank}.log" for rank in range(count)]
     ranks = []
     for rank, log in enumerate(logs):
-        command = [sys.executable, "-m", "tests.engines.sharded_worker", str(out), *checks]
         with log.open("w") as file:
             ranks.append(subprocess.Popen(command, env={**common, "RANK": str(rank)}, stdout=file, stderr=file))
     codes = [rank.wait(timeout=1500) for rank in ranks]
-    assert codes == [0] * count, "\n".join(log.read_text()[-3000:] for log in logs)
+    return codes, "\n".join(log.read_text()[-3000:] for log in logs)
+
+
+def run(
+    out: Path, count: int, checks: tuple[str, ...] = (), replicate: int = 1, tensor: int = 1, long: bool = True
+) -> list[dict[str, str]]:
+    """What each of ``count`` ranks found. ``long``: with more steps and more examples of adapters."""
+    command = [sys.executable, "-m", "tests.engines.sharded_worker", str(out), *checks]
+    settings = {"REPLICATE": str(replicate), "TENSOR": str(tensor), "LONG": str(int(long))}
+    codes, printed = together(count, command, out, settings)
+    assert codes == [0] * count, printed
     return [json.loads((out / f"rank-{rank}.json").read_text()) for rank in range(count)]
 
 
@@ -104,6 +110,30 @@ def test_two_ranks_that_share_every_layer(tmp_path: Path) -> None:
 def test_teams_of_two_ranks_that_share_every_layer(tmp_path: Path, replicate: int) -> None:
     """Four ranks: 2 shards or 2 copies of the base × 2 parts of each layer."""
     require(run(tmp_path, 4, tuple(TENSOR), replicate=replicate, tensor=2), tuple(TENSOR))
+
+
+def test_a_rank_ends_while_a_thread_of_its_group_still_drops_a_tensor(tmp_path: Path) -> None:
+    program = """
+import time, torch, torch.distributed as dist
+from earnest.engines.mesh import Mesh
+
+class Slow:
+    def __del__(self):
+        start = time.perf_counter()
+        while time.perf_counter() - start < 0.5: pass
+
+mesh = Mesh.start(shard=2)
+group = dist.group.WORLD
+for last in (False, True):
+    value = torch.ones(10)
+    value.attribute = None if last else Slow()
+    work = dist.all_reduce(value, async_op=True)
+    del value
+work.wait()
+"""
+    (tmp_path / "program.py").write_text(program)
+    codes, logs = together(2, [sys.executable, str(tmp_path / "program.py")], tmp_path, {})
+    assert codes == [0, 0], logs
 
 
 def test_models_and_numbers_of_ranks_that_cannot_share_layers_are_refused() -> None:

@@ -13,8 +13,10 @@ part of every layer, so the rows are dealt to teams. One process is a mesh of 1.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -65,6 +67,7 @@ class Mesh:
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             kind = "cuda:nccl,cpu:gloo" if torch.cuda.is_available() else "gloo"
             dist.init_process_group(kind, timeout=patience or PATIENCE)
+            atexit.register(end)
         mesh = cls(dist.get_rank(), found, shard, tensor)
         mesh._people = mesh.gathered((socket.gethostname(), os.getpid()))
         return mesh
@@ -158,6 +161,7 @@ class Mesh:
         try:
             yield
         except BaseException as error:
+            atexit.unregister(end)  # it would wait for ranks that are gone
             if isinstance(error, RuntimeError) and self.size > 1 and (gone := self._gone(error)):
                 raise EarnestError(gone) from error
             if self.notes is not None:
@@ -181,6 +185,18 @@ class Mesh:
         return f"a rank no longer answers ({str(error).splitlines()[0]})"
 
 
+def end() -> None:
+    """Leave the process group when the program ends, and wait until its threads are idle. A thread that still drops a
+    tensor while the interpreter ends would abort the process (exit code -6) after a run that succeeded."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    idle, latest = 0, time.monotonic() + 10
+    while idle < 3 and time.monotonic() < latest:
+        time.sleep(0.002)  # without the interpreter's lock, which the thread needs
+        threads = [_stat(task) for task in Path("/proc/self/task").glob("*/stat")]
+        idle = 0 if any(name.startswith("pt_") and state == "R" for name, state in threads) else idle + 1
+
+
 def deal(units: Sequence[Sequence[int]], sizes: Sequence[int], count: int) -> list[list[int]]:
     """The rows of each of ``count`` receivers: the units of rows, largest first, each to the one with the fewest
     tokens."""
@@ -200,8 +216,13 @@ def _checksum(tensor: Tensor) -> tuple[int, int]:
 
 
 def _alive(pid: int) -> bool:
+    return _stat(Path(f"/proc/{pid}/stat"))[1] not in ("", "Z", "X")
+
+
+def _stat(file: Path) -> tuple[str, str]:
+    """The name of a process or a thread, and the letter for what it does (R: it runs). Empty if it is gone."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except (OSError, IndexError):
-        return False
-    return state not in ("Z", "X")
+        before, after = file.read_text().rsplit(")", 1)
+    except (OSError, ValueError):
+        return "", ""
+    return before.split("(", 1)[1], after.split()[0]
