@@ -1,6 +1,6 @@
 """Bytes against loss: SparseLoCo beside int4, topk and data-parallel, four replicas on demonstrations.
 
-    python -m experiments.evidence.replicas                     nano, three seeds, and SmolLM2 with one
+    python -m experiments.evidence.replicas                     nano and SmolLM2, three seeds each
     python -m experiments.evidence.replicas --only nano
     python -m experiments.evidence.replicas --table
 
@@ -82,7 +82,7 @@ class Size:
 
 NANO = Size("nano", {"name": "sort"}, 5e-4, 120)
 SUMS = {"name": "reasoning_gym/chain_sum", "min_terms": 2, "max_terms": 2, "min_digits": 2, "max_digits": 2}
-SMOLLM2 = Size("smollm2", SUMS, 3e-4, 60, targets=("q_proj", "v_proj"), seeds=(0,), arms=SMALL)
+SMOLLM2 = Size("smollm2", SUMS, 3e-4, 60, targets=("q_proj", "v_proj"), arms=SMALL)
 
 
 class Learner:

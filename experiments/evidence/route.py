@@ -213,14 +213,18 @@ def figure(records: Sequence[Record], path: Path) -> None:
                "gate": "#e69f00", "triples": "#56b4e9", "all": "#7f3c8d", "control": "#888888"}  # fmt: skip
     for name in records[0]["ends"]:
         having = [r["ends"][name] for r in records if name in r["ends"]]
-        x, y = (statistics.mean(e[k] for e in having) for k in ("solved", "exploited"))
+        x, y = ([e[k] for e in having] for k in ("solved", "exploited"))
+        errors = {"xerr": statistics.stdev(x), "yerr": statistics.stdev(y)} if len(having) > 1 else {}
         family = name.partition(":")[0]
         number = [n for n in records[0]["ends"] if n.partition(":")[0] == family].index(name)
-        axis.plot(x, y, "os^vDP"[number], color=colours[family], markersize=8, label=name)
+        axis.errorbar(
+            statistics.mean(x), statistics.mean(y), fmt="os^vDP"[number], color=colours[family], markersize=8, label=name,
+            elinewidth=0.7, **errors,
+        )  # fmt: skip
     axis.set(
         xlabel="solved",
         ylabel="exploited",
-        title=f"nano, held out, means of {len(records)} seeds; lower right is better",
+        title=f"nano, held out, means of {len(records)} seeds ± standard deviation; lower right is better",
     )
     axis.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     made.savefig(path)

@@ -25,6 +25,7 @@ import torch
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.clipping import clip_range
+from earnest_audit.laws.pairs import exchanged
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
@@ -90,6 +91,8 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
             if len(set(seen)) == 1:
                 with probe.perturbed(size):
                     seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
+                    if step.kind == "preference":
+                        seen.append(probe.look(exchanged(step)).metrics.get(name, seen[0]))
         yield LAW.finding(
             f"metric {name}", f"{len(set(seen))} values in {len(seen)} far-off states", "it moves", len(set(seen)) > 1,
             f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "

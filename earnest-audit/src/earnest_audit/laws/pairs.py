@@ -77,6 +77,14 @@ def stacked(step: Step) -> list[str]:
     return [step.roles["reference"]] if both else []
 
 
+def exchanged(step: Step) -> edits.Batch:
+    """The answers swapped where they are apart; else the first half of the rows and the second, where libraries put the
+    chosen and the rejected ones. Of short and long answers, every far-off policy may prefer the short ones."""
+    if {"chosen", "rejected"} <= step.roles.keys() and can_be_swapped(step):
+        return swapped(step, step.batch)
+    return edits.take_rows(step, torch.arange(step.rows).roll(step.rows // 2))
+
+
 def can_be_swapped(step: Step) -> bool:
     """Whether everything that belongs to one answer has a counterpart, so that the answers can be swapped."""
     apart = {k for pair in sides(step) for k in pair}

@@ -26,6 +26,7 @@ from earnest_audit.restore import put_back
 from earnest_audit.verdict import Finding
 
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
+TRIED = 4  # of the last matrices
 FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
 MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
 SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is at its end by design
@@ -45,16 +46,16 @@ def check(probe: Probe) -> Rows:
     if isinstance(state, str):
         yield LAW.not_applicable("confident outputs", state)
     else:
-        factor, sharp = state
-        yield _compare(probe, "confident outputs", sharp, factor)
+        head, factor, sharp = state
+        yield _compare(probe, "confident outputs", sharp, head, factor)
     if step.kind == "preference" and {"reference_chosen", "reference_rejected"} <= step.roles.keys():
         yield _far_margins(probe)
 
 
-def _confident(probe: Probe) -> tuple[float, edits.Batch] | str:
+def _confident(probe: Probe) -> tuple[Tensor, float, edits.Batch] | str:
     """The last matrix is scaled up until log-probs are at -FAR, or margins at 2·FAR; log-probs of the batch follow the
     policy there, so that no ratio overflows. In 16 bits twelve times, where rounding allows no more."""
-    step, head = probe.step, _head(probe.step.model)
+    step, head = probe.step, _head(probe)
     given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
     if head is None or (given and not isinstance(_logprobs(probe), Tensor)):
         return "no matrix to scale up" if head is None else f"the {given[0]}'s log-probs belong to the policy as it is"
@@ -74,7 +75,7 @@ def _confident(probe: Probe) -> tuple[float, edits.Batch] | str:
                     return f"the {role}'s log-probs have another shape than logprobs has"
                 less = edits.noise_like(now, edits.generator(step, 83)).abs() * (0.5 if role == "reference" else 0.05)
                 batch[step.roles[role]] = (now - less).clamp(max=-1e-6).reshape(old.shape).to(old.dtype)
-    return factor, batch
+    return head, factor, batch
 
 
 def _logprobs(probe: Probe) -> Any:
@@ -108,11 +109,11 @@ def _far_margins(probe: Probe) -> Finding:
     return LAW.not_applicable("far margins", "not checked: the budget is spent, or float64 is not finite either")
 
 
-def _compare(probe: Probe, what: str, batch: edits.Batch, sharpen: float = 1.0) -> Finding:
+def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = None, factor: float = 1.0) -> Finding:
     units, own = _units(probe.step.model), 0.0
-    with probe.perturbed(), _scaled(_head(probe.step.model), sharpen):
+    with probe.perturbed(), _scaled(head, factor):
         usual = batch is probe.off_policy()
-        mine = probe.gradient(batch if sharpen == 1.0 else dict(batch))
+        mine = probe.gradient(batch if head is None else dict(batch))
         with probe.may_refuse(what, "a float64 copy cannot be run"):
             shadow = float64_copy(probe) if usual else probe.twin(torch.float64)
             lifted, spent = shadow.off_policy() if usual else edits.lifted(batch, torch.float64), shadow.cost
@@ -160,10 +161,16 @@ def _nudged(probe: Probe, shadow: Probe, batch: edits.Batch) -> Gradient:
         return shadow.gradient(batch)
 
 
-def _head(model: nn.Module) -> Tensor | None:
-    """The last weight matrix: what makes outputs confident when it is scaled up."""
-    matrices = [p for p in model.parameters() if p.ndim == 2]
-    return matrices[-1] if matrices else None
+def _head(probe: Probe) -> Tensor | None:
+    """The last weight matrix that makes outputs confident when it is scaled up; not that of a router or a value."""
+    matrices = [p for p in probe.step.model.parameters() if p.ndim == 2][::-1][:TRIED]
+    with probe.perturbed(), torch.no_grad():
+        before = FAR if len(matrices) < 2 else _farthest(probe)
+        for matrix in matrices:
+            with _scaled(matrix, SHARPEN):
+                if before == FAR or _farthest(probe) > 2 * before:
+                    return matrix
+    return matrices[0] if matrices else None
 
 
 @contextmanager

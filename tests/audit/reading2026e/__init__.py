@@ -1,0 +1,7 @@
+"""A fifth reading by strangers, of right steps; see ``reading``."""
+
+from tests.audit.reading2026e.reading import READING
+
+READING.read()
+
+__all__ = ["READING"]

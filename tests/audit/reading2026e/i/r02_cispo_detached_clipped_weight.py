@@ -1,0 +1,71 @@
+"""CISPO (MiniMax-M1, 2025). The clipped importance weight is detached and multiplies log pi, so tokens beyond the clip KEEP
+their gradient (unlike PPO), there is no minimum of two terms, and only the upper side is clipped."""
+FAMILY = "policy gradient"
+KIND = "loss"
+INPUTS = {"ids": "token ids, [rows, time], right-padded with 0", "loss_mask": "1 where the target ids[:, 1:] is a completion token, [rows, time-1]",
+          "old_logps": "log probabilities of the targets under the sampling policy, [rows, time-1], constant", "advantages": "one advantage per row, [rows], constant"}
+SETTINGS = {"weight_max": "upper bound of the importance weight, 3.0"}
+NOTES = "Sum over all trained tokens of the batch divided by their number (token mean). REINFORCE with a truncated detached weight: the loss value itself has no meaning, the gradient has. No lower clip, by design. All parameters used."
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class Tiny(nn.Module):
+    """Causal language model: ids [rows, time] -> logits [rows, time, vocabulary]."""
+    def __init__(self, vocab=31, width=16):
+        super().__init__()
+        self.emb = nn.Embedding(vocab, width)
+        self.rnn = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.emb(ids))[0])
+
+
+def logps(model, ids):
+    """log p(ids[:, t+1] | ids[:, :t+1]): [rows, time-1]."""
+    return model(ids)[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def fake_rows(g, rows, time=10, prompt=3, vocab=31):
+    """Right-padded ids (pad = 0) and the mask [rows, time-1] of the targets ids[:, 1:] that belong to the completion."""
+    ids = torch.randint(1, vocab, (rows, time), generator=g)
+    n = torch.randint(2, time - prompt + 1, (rows,), generator=g)
+    pos = torch.arange(time)
+    ids[pos >= (prompt + n)[:, None]] = 0
+    mask = ((pos >= prompt) & (pos < (prompt + n)[:, None])).float()
+    return ids, mask[:, 1:]
+
+def make(seed):
+    g = torch.Generator().manual_seed(seed); torch.manual_seed(seed)
+    model = Tiny()
+    ids, mask = fake_rows(g, 6)
+    with torch.no_grad():
+        old = logps(model, ids)
+    old = (old + torch.randn(old.shape, generator=g)) * mask
+    return {"model": model, "ids": ids, "loss_mask": mask, "old_logps": old, "advantages": torch.randn(6, generator=g)}
+
+
+def right(model, batch, weight_max=3.0):
+    lp, m = logps(model, batch["ids"]), batch["loss_mask"]
+    w = (lp.detach() - batch["old_logps"]).exp().clamp(max=weight_max)
+    return -(w * batch["advantages"][:, None] * lp * m).sum() / m.sum().clamp(min=1)
+
+
+def check(loss, slow, model):
+    assert torch.isfinite(loss) and abs(loss.item() - float(slow)) < 1e-4 * (1 + abs(float(slow))), (loss, slow)
+    grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
+    unused = [n for (n, _), v in zip(model.named_parameters(), grads) if v is None]
+    norm = sum(float(v.norm()) ** 2 for v in grads if v is not None) ** 0.5
+    assert norm > 0 and not unused, (norm, unused)
+    print(f"ok  loss {loss.item():.6f}  slow {float(slow):.6f}  gradient norm {norm:.6f}")
+
+if __name__ == "__main__":
+    d = make(0); model = d.pop("model")
+    lp, slow, n = logps(model, d["ids"]).detach(), 0.0, 0
+    for i in range(6):
+        for k in range(9):
+            if d["loss_mask"][i, k]:
+                slow -= min(float((lp[i, k] - d["old_logps"][i, k]).exp()), 3.0) * float(d["advantages"][i]) * float(lp[i, k]); n += 1
+    check(right(model, d), slow / n, model)

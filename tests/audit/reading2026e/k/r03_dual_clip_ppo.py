@@ -1,0 +1,88 @@
+"""Dual-clip PPO (Ye et al. 2020, Honor of Kings; verl's clip_ratio_c). For negative advantages the surrogate is bounded a
+second time, from below, by c * A: a max() around the min(), so that a very large ratio has no gradient at all."""
+import torch, torch.nn as nn, torch.nn.functional as F
+
+FAMILY = "policy gradient"
+KIND = "loss"
+INPUTS = {"ids": "token ids, [rows, time], right-padded with 0", "loss_mask": "1 where the token is a trained completion token, [rows, time]",
+          "old_logps": "log-probabilities of ids[:, 1:] under the sampling policy, [rows, time-1], constant",
+          "advantages": "advantage per predicted token, [rows, time-1], constant"}
+SETTINGS = {"clip": "PPO clip, 0.2", "c": "dual clip constant, 3.0 (must be above 1)"}
+NOTES = ("PPO with dual clip; mean over all trained tokens of the batch. The second clip acts only where the advantage is "
+         "negative. old_logps and advantages are constants. Returns (loss, metrics). All parameters are used.")
+
+
+class TinyLM(nn.Module):
+    """embedding -> GRU (causal by nature) -> vocabulary"""
+    def __init__(self, vocab=23, width=16):
+        super().__init__()
+        self.emb = nn.Embedding(vocab, width)
+        self.rnn = nn.GRU(width, width, batch_first=True)
+        self.head = nn.Linear(width, vocab)
+
+    def forward(self, ids):
+        return self.head(self.rnn(self.emb(ids))[0])          # [rows, time, vocab]
+
+
+def token_logps(model, ids):
+    """log p(ids[:, t+1] | ids[:, :t+1]), [rows, time-1]"""
+    logp = F.log_softmax(model(ids[:, :-1]).float(), -1)
+    return logp.gather(-1, ids[:, 1:, None]).squeeze(-1)
+
+
+def make_ids(g, rows, time, vocab=23, prompt=3):
+    """prompts of 3 tokens, completions of random length, 0 = padding on the right"""
+    lengths = torch.randint(prompt + 2, time + 1, (rows,), generator=g)
+    pos = torch.arange(time)[None]
+    ids = torch.randint(1, vocab, (rows, time), generator=g) * (pos < lengths[:, None])
+    mask = ((pos >= prompt) & (pos < lengths[:, None])).float()
+    return ids, mask
+
+
+def make(seed):
+    g = torch.Generator().manual_seed(seed); torch.manual_seed(seed)
+    model = TinyLM()
+    ids, mask = make_ids(g, 8, 12)
+    old = token_logps(model, ids).detach()
+    old = old + 1.0 * torch.randn(old.shape, generator=g)
+    return {"model": model, "ids": ids, "loss_mask": mask, "old_logps": old, "advantages": torch.randn(old.shape, generator=g)}
+
+
+def right(model, batch, clip=0.2, c=3.0):
+    mask, adv = batch["loss_mask"][:, 1:], batch["advantages"]
+    ratio = torch.exp(token_logps(model, batch["ids"]) - batch["old_logps"])
+    clip1 = torch.maximum(-adv * ratio, -adv * ratio.clamp(1 - clip, 1 + clip))
+    clip2 = torch.minimum(-adv * c, clip1)
+    per_token = torch.where(adv < 0, clip2, clip1)
+    dual = ((clip1 > -adv * c) & (adv < 0)).float()
+    return (per_token * mask).sum() / mask.sum(), {"dual_clip_fraction": ((dual * mask).sum() / mask.sum()).item()}
+
+
+def check(loss, slow, model, tol=2e-5):
+    """same value and same gradient as the explicit version; every parameter is used"""
+    params = list(model.parameters())
+    a = torch.autograd.grad(loss, params, retain_graph=True, allow_unused=True)
+    b = torch.autograd.grad(slow, params, retain_graph=True, allow_unused=True)
+    assert all(x is not None for x in a), "unused parameter"
+    b = [torch.zeros_like(p) if x is None else x for x, p in zip(b, params)]
+    norm = torch.sqrt(sum((x ** 2).sum() for x in a)).item()
+    diff = max((x - y).abs().max().item() for x, y in zip(a, b))
+    print(f"loss {loss.item():.6f}  slow {slow.item():.6f}  grad norm {norm:.5f}  max grad diff {diff:.1e}")
+    assert abs(loss.item() - slow.item()) < tol * max(1, abs(slow.item())) and diff < tol * max(1, norm) and norm > 1e-4
+
+
+if __name__ == "__main__":
+    b = make(0); m = b.pop("model")
+    lp, n, tot = token_logps(m, b["ids"]), 0, 0.0
+    for i in range(8):
+        for t in range(lp.shape[1]):
+            if b["loss_mask"][i, t + 1]:
+                r, a = torch.exp(lp[i, t] - b["old_logps"][i, t]), b["advantages"][i, t].item()
+                if a >= 0:
+                    obj = r * a if r.item() < 1.2 else torch.tensor(1.2 * a)
+                else:
+                    obj = torch.tensor(0.8 * a) if r.item() < 0.8 else (r * a if r.item() < 3 else torch.tensor(3 * a))
+                tot, n = tot - obj, n + 1
+    loss, metrics = right(m, b)
+    print(metrics); assert metrics["dual_clip_fraction"] > 0
+    check(loss, tot / n, m)

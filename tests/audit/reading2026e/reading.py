@@ -1,0 +1,13 @@
+"""A fifth reading by strangers, of right steps only: four more readers wrote two hundred pieces of unusual right training
+code (``TASK.md``). Of each, the first 25 are in ``i``, ``j``, ``k`` and ``l``; four further persons declared them as in
+``tests/audit/reading2026c``, without seeing the audit. Everything was committed before any of them was audited.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.audit.reading2026.base import Reading
+
+READING = Reading(Path(__file__).parent)
+declare, no_subject = READING.declare, READING.no_subject
