@@ -103,7 +103,7 @@ def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Chan
         yield "positions", _one(probe, base, other)
     for role in CONTEXT:
         if (changed := _other_context(probe, base, role)) is not None:
-            yield role, _one(probe, base, *changed)
+            yield role, _contexts(probe, base, role, changed)
 
 
 def _one(probe: Probe, base: edits.Batch, edited: edits.Batch, how: str = "") -> Iterator[Change]:
@@ -198,6 +198,17 @@ def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
     if value is None or value.ndim < 2 or torch.equal(value, value.flip(-1)):
         return None
     return {**batch, probe.step.roles["positions"]: value.flip(-1)}
+
+
+def _contexts(probe: Probe, base: edits.Batch, role: str, changed: tuple[edits.Batch, str]) -> Iterator[Change]:
+    """Other tokens or fewer visible ones; then without the last one, where only the end of a row is read from a mask (a
+    score at the last token of a causal model)."""
+    yield from _one(probe, base, *changed)
+    if role.endswith("attention"):
+        seen = base[key := probe.step.roles[role]] != 0
+        ends = seen & (seen.cumsum(-1) == seen.sum(-1, keepdim=True)) & (seen.sum(-1, keepdim=True) > 1)
+        shorter = {**base, key: torch.where(ends, torch.zeros_like(base[key]), base[key])}
+        yield from _one(probe, base, shorter, ", the last real token hidden")
 
 
 def _other_context(probe: Probe, batch: edits.Batch, role: str) -> tuple[edits.Batch, str] | None:

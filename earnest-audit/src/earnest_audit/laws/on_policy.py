@@ -76,6 +76,10 @@ def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
     rebuilt = probe.pull(-(own.reshape(now.shape).to(now.dtype) * now).sum(), retain=True)
     factor = here.gradient.best_scale(rebuilt)
     off, room = here.gradient.distance(rebuilt.times(factor)), max(probe.tolerance, NEAR)
+    a: Tensor = probe.step.batch[probe.step.roles["advantages"]]
+    active = (edits.taken(probe.step, now).flatten(1) != 0).any(-1) & (a.reshape(len(a), -1) != 0).any(-1)
+    if off > room and bool((active & (own.reshape(len(own), -1) == 0).all(-1)).any()):
+        return LAW.not_applicable(THROUGH, "the loss does not read the behaviour of some rows (demonstrations)")
     return LAW.finding(
         THROUGH, f"{factor:.3g} × -Σ (∂L/∂behaviour)·∇lp, up to {off:.2g}", f"up to {room:.1g}, factor above 0",
         off <= room and factor > 0,

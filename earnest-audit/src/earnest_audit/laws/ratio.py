@@ -122,6 +122,8 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
         why = "This dtype is too coarse to measure it."
     elif _of_rows(probe, k, error, rest):
         why = "A product over a row has the row's length as its power: a weight of whole sequences."
+    elif k > 1 and "advantages" not in probe.step.roles and probe.step.batch[probe.step.roles["rewards"]].ndim > 1:
+        why = "Returns that are computed from rewards per token contain the ratios of later tokens (V-trace)."
     if why:
         return LAW.not_applicable(subject, f"k = {k:.2g} ± {error:.2g}", why)
     return LAW.finding(
