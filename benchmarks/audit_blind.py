@@ -38,12 +38,9 @@ from tests.audit.reading2026f import reasons as sixth
 RESULTS = Path(__file__).parent / "results"
 Reasons = tuple[Mapping[str, str], Mapping[str, str]]
 STRANGERS = (
-    (reading2026, first),
-    (reading2026b, second),
-    (reading2026c, third),
-    (reading2026d, fourth),
-    (reading2026e, fifth),
-)
+    (reading2026, first), (reading2026b, second), (reading2026c, third),
+    (reading2026d, fourth), (reading2026e, fifth), (reading2026f, sixth),
+)  # fmt: skip
 READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # name, defects, right steps, reasons
     0: ("audit_blind", blind2026.CASES, blind2026.RIGHT, ({}, {})),
 } | {

@@ -218,8 +218,8 @@ def figure(records: Sequence[Record], path: Path) -> None:
         family = name.partition(":")[0]
         number = [n for n in records[0]["ends"] if n.partition(":")[0] == family].index(name)
         axis.errorbar(
-            statistics.mean(x), statistics.mean(y), fmt="os^vDP"[number], color=colours[family], markersize=8, label=name,
-            elinewidth=0.7, **errors,
+            statistics.mean(x), statistics.mean(y), fmt="os^vDP"[number], color=colours[family], markersize=8,
+            label=name, elinewidth=0.7, **errors,
         )  # fmt: skip
     axis.set(
         xlabel="solved",

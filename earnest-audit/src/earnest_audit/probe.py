@@ -21,6 +21,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -279,6 +280,12 @@ class Probe(Measure):
             self._state, self._kept, self._batches, self._now = outer, kept, batches, now
 
     # --- the batches of these states ----------------------------------------------------------------------------------
+
+    @cached_property
+    def quiet(self) -> dict[str, Any]:
+        """Every declared term's weight at 0; nothing where the weight of the whole loss is one of them."""
+        off = self.step.terms_off
+        return off if off and (self.look(None, off).loss != 0 or self.gradient(None, off).norm() > 0) else {}
 
     def off_policy(self) -> Batch:
         """``edits.off_policy``, with behaviour log-probs around the policy's own, where these are known:

@@ -88,7 +88,7 @@ def _pulls(probe: Probe, cases: list[tuple[float, int]], rows: bool) -> Pulls:
     if usual is None:
         raise Ends(LAW.not_applicable("clip", "the ratio is under a stop-gradient, it has no slope"))
     if not bool(usual.flatten(1).any(-1).all()):  # linear in the advantages, unless one sign has no gradient
-        usual = token_weights(probe.slopes(edits.SAMPLERS, base, step.terms_off).inputs)
+        usual = token_weights(probe.slopes(edits.SAMPLERS, base, probe.quiet).inputs)
         if usual is None:
             return 0.0, 0.0, 0.0
     found: dict[int, float] = {}
@@ -97,7 +97,7 @@ def _pulls(probe: Probe, cases: list[tuple[float, int]], rows: bool) -> Pulls:
         batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if rows else None)
         sign = torch.tensor([cases[c][1] for c in chosen], dtype=a.dtype, device=a.device)
         batch[key] = a.abs() * sign.reshape(-1, *[1] * (a.ndim - 1))
-        slope = token_weights(probe.slopes(edits.SAMPLERS, batch, step.terms_off).inputs)
+        slope = token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
         slope = torch.zeros_like(usual) if slope is None else slope
         for row, case in enumerate(chosen):
             on = possible[row] & (usual[row] != 0)

@@ -89,7 +89,7 @@ def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
         raise Ends(LAW.finding(FIRST, "none is supervised", "no gradient", True))
     if len(shown) == 1:  # learning that it follows an end is harmless, and often intended
         raise Ends(LAW.not_applicable(FIRST, "all documents begin with the same token"))
-    there = probe.gradient(edits.only(step, step.batch, keep), step.terms_off)
+    there = probe.gradient(edits.only(step, step.batch, keep), probe.quiet)
     left = there.norm() / max(probe.gradient().norm(), 1e-300) if there.finite() else 0.0  # 0/0: nothing is left
     yield probe.vanishes(
         FIRST, left,

@@ -52,7 +52,7 @@ def check(probe: Probe) -> Rows:
 
 def _clips(probe: Probe) -> Rows:
     """Wider clips change nothing; all in the evaluation that also doubles the advantages, and alone if that fails."""
-    wide, quiet, change = wider(probe), probe.step.terms_off, math.inf
+    wide, quiet, change = wider(probe), probe.quiet, math.inf
     if wide and "advantages" in probe.step.roles and not probe.step.rows_interact:
         change = proportion(probe)
     for knob, value in wide.items():

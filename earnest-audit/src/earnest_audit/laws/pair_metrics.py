@@ -36,7 +36,7 @@ def check(probe: Probe) -> Rows:
         for row in range(min(PAIRS, step.rows)):
             one = edits.take_rows(step, torch.tensor([row]))
             with probe.may_refuse("metrics of a pair", "one pair alone cannot be run"):
-                here, there = (probe.look(b, step.terms_off) for b in (one, swapped(step, one)))
+                here, there = (probe.look(b, probe.quiet) for b in (one, swapped(step, one)))
             gap = there.loss - here.loss
             if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
                 continue

@@ -108,7 +108,7 @@ def shifted(probe: Probe, roles: Sequence[str] = edits.SAMPLERS, doubled: bool =
 
 
 def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
-    knobs = {**probe.step.terms_off, **wider(probe)}
+    knobs = {**probe.quiet, **wider(probe)}
     once, there = policy(probe).gradient, probe.gradient(batch, knobs)
     if others(probe) is not None:  # other terms have another power
         there = there.minus(probe.gradient(without_advantages(probe, batch), knobs))
@@ -158,7 +158,7 @@ def at_one(probe: Probe, advantages: bool = True) -> Slopes:
 
     def make() -> dict[str, Any]:
         batch = on_policy(probe) if advantages else without_advantages(probe, on_policy(probe))
-        return {"slopes": probe.slopes(roles, batch, probe.step.terms_off)}
+        return {"slopes": probe.slopes(roles, batch, probe.quiet)}
 
     found: Slopes = probe.kept_batch(f"slopes at ratio 1, {advantages}", make)["slopes"]
     return found
@@ -185,7 +185,7 @@ def others(probe: Probe) -> Slopes | None:
 def proportion(probe: Probe) -> float:
     """How far the gradient at twice the advantages, wider clips and ratios of ρ is from twice the gradient, up to a
     factor ρ (or 1, without a ratio)."""
-    there = probe.gradient(shifted(probe, doubled=True), {**probe.step.terms_off, **wider(probe)})
+    there = probe.gradient(shifted(probe, doubled=True), {**probe.quiet, **wider(probe)})
     once = at_one(probe).gradient
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 

@@ -43,7 +43,7 @@ def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Findin
     key = probe.step.roles["rewards"]
     rewards = base[key].clone()
     rewards[row] = rewards.max() if bool(rewards.max() > rewards[row]) else rewards[row] + 1
-    there = probe.gradient({**base, key: rewards}, probe.step.terms_off)
+    there = probe.gradient({**base, key: rewards}, probe.quiet)
     return _raised(
         probe, BETTER, at_one(probe).gradient, there, scores,
         f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
@@ -53,7 +53,7 @@ def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Findin
 
 def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Rows:
     """A KL in the reward is a cost: a row above the reference is worth less than one at the reference."""
-    step, quiet = probe.step, probe.step.terms_off
+    step, quiet = probe.step, probe.quiet
     key, base = step.roles["reference"], on_policy(probe)
     if base[key].shape != probe.now().shape:
         return

@@ -66,7 +66,7 @@ def _moved(
 ) -> float:
     """The relative change where the model embeds other ids there: of the loss if that is ``enough``, or else of the
     gradient. ``edited``: where it embeds none of these ids, the batch has the others."""
-    step, quiet = probe.step, probe.step.terms_off
+    step, quiet = probe.step, probe.quiet
     ids: Tensor = step.batch[step.roles["ids"]]
     here, other, shown = probe.look(batch, quiet).loss, edits.other_ids(step, ids, where), dict(batch)
     with embedded(step.model, ids, other) as replaced:
@@ -121,7 +121,7 @@ def _leak(probe: Probe) -> tuple[float | None, bool]:
     step, on = probe.step, edits.supervised_wide(probe.step)
     if on is None or step.kind == "divergence" or "labels" in step.roles:
         return None, False
-    key, off = step.roles["ids"], step.terms_off
+    key, off = step.roles["ids"], probe.quiet
     ids: Tensor = step.batch[key]
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     last = torch.where(on, places, -1).amax(-1, keepdim=True)

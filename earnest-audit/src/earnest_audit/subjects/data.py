@@ -34,7 +34,8 @@ class Collator(Subject, name="collator"):
     Needs: ``fn(examples)`` -> a dict of tensors [B, …]; ``pads`` is column -> padding value: trailing and leading
     entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
     columns. ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``,
-    where other places have ``ignore``. ``columns`` is column -> fn(example), what its row has to be without padding.
+    where other places have ``ignore``. ``columns`` is column -> fn(example), what its row (with unpack: its document)
+    has to be without padding.
     How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
     Exceptions: Packing and sampling stages mix examples by design: rows=False leaves the inputs, the repetition and,
     with unpack, the documents.
@@ -107,7 +108,8 @@ class Collator(Subject, name="collator"):
         wrong: list[str] = []
         for number, example in enumerate(self.examples):
             wanted, batch = torch.as_tensor(self.columns[column](example)), self._run([example])
-            found = self._real(column, batch[column][0]) if column in batch else None
+            row = next(iter(self.unpack(batch)), {}) if self.unpack else {k: v[0] for k, v in batch.items() if len(v)}
+            found = self._real(column, torch.as_tensor(row[column])) if column in row else None
             holds = found is not None and found.shape == wanted.shape and bool(torch.allclose(found.to(wanted), wanted))
             wrong += [] if holds else [str(number)]
         more = f": {column} is not what the example has: a flag that is dropped, a default, another field."

@@ -25,9 +25,9 @@ class Schedule(Subject, name="schedule"):
     another value of a setting gives other rates; ranks that average their gradients have one rate
 
     Needs: ``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
-    takes; one number per step, or one per group: then ``peak`` and ``final`` may have one per group too. ``warmup`` is
-    the number of steps in which the rate rises, ``ends`` the step at which the final rate is reached, where it is held
-    for the rest of the run; ``restarts=True`` where it rises again after them by design.
+    takes; one number per step, or one per group: then ``peak``, ``final`` and ``warmup`` may have one per group too.
+    ``warmup`` is the number of steps in which the rate rises, ``ends`` the step at which the final rate is reached,
+    where it is held for the rest of the run; ``restarts=True`` where it rises again after them by design.
     ``settings`` (decay steps, a power, a floor) are handed to ``rates`` by name, and each has to matter.
     ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
     How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
@@ -42,7 +42,7 @@ class Schedule(Subject, name="schedule"):
     peak: float | Sequence[float]
     final: float | Sequence[float]
     total: int = 40
-    warmup: int | None = None
+    warmup: int | Sequence[int] | None = None
     ends: int | None = None
     restarts: bool = False
     settings: Mapping[str, float] = field(default_factory=dict)
@@ -54,9 +54,10 @@ class Schedule(Subject, name="schedule"):
         yield self.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
         groups = [list(g) for g in zip(*(_row(r) for r in one), strict=True)]
         peaks, finals = (_spread(v, len(groups)) for v in (self.peak, self.final))
-        for number, (rates, peak, final) in enumerate(zip(groups, peaks, finals, strict=True)):
+        warmups = [None] * len(groups) if self.warmup is None else _spread(self.warmup, len(groups))
+        for number, (rates, peak, final, warmup) in enumerate(zip(groups, peaks, finals, warmups, strict=True)):
             of = f" (group {number})" if len(groups) > 1 else ""
-            for subject, measured, expected, holds, meaning in self._group(rates, peak, final):
+            for subject, measured, expected, holds, meaning in self._group(rates, peak, final, warmup):
                 yield self.finding(f"{subject}{of}", measured, expected, holds, meaning)
         if self.warmup is None:
             yield self.not_declared("warm-up", "warmup=…, in optimizer steps,")
@@ -77,7 +78,9 @@ class Schedule(Subject, name="schedule"):
         """The rates on one rank, with these settings changed."""
         return list(self.rates(self.total, 1, **{**self.settings, **changed}))
 
-    def _group(self, one: list[float], peak: float, final: float) -> Iterator[tuple[str, str, str, bool, str]]:
+    def _group(
+        self, one: list[float], peak: float, final: float, warmup: float | None
+    ) -> Iterator[tuple[str, str, str, bool, str]]:
         top, middle, (low, high) = max(one), one[len(one) // 2], sorted((peak, final))
         yield (
             "peak", f"{top:.3g}", f"{peak:.3g}", abs(top - peak) <= 0.1 * peak,
@@ -116,14 +119,14 @@ class Schedule(Subject, name="schedule"):
                 least >= low - max(ROUNDED * top, last),
                 "The rate falls below its declared end: the floor is not applied, or only at the last step.",
             )  # fmt: skip
-        if self.warmup is None:
+        if warmup is None:
             return
         # The top comes at the end of the warm-up; a step early or late is how steps are counted.
         rising = all(a <= b for a, b in pairwise(one[: at + 1]))
         yield (
             "warm-up", f"the top is at step {at}" + ("" if rising else ", and the rate falls before it"),
-            f"at step {self.warmup}, and a rise to it",
-            rising and abs(at - self.warmup) <= 1 + self.warmup // 4 and (self.warmup < 2 or one[0] < one[at]),
+            f"at step {warmup}, and a rise to it",
+            rising and abs(at - warmup) <= 1 + warmup // 4 and (warmup < 2 or one[0] < one[at]),
             "The warm-up is not the one that was declared: it is read as 0, or counted in epochs, ranks or "
             "micro-batches.",
         )  # fmt: skip
@@ -150,5 +153,5 @@ def _row(rates: Any) -> tuple[float, ...]:
 def _spread(value: float | Sequence[float], groups: int) -> list[float]:
     found = list(value) if isinstance(value, Sequence) else [value] * groups
     if len(found) != groups:
-        raise ValueError(f"{len(found)} peaks or ends for {groups} groups: give one number, or one per group.")
+        raise ValueError(f"{len(found)} numbers for {groups} groups: give one number, or one per group.")
     return found
