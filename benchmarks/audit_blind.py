@@ -1,13 +1,13 @@
 """How many defects of public issues of 2026 does the audit detect, and does it accuse unusual right steps?
 
-    python -m benchmarks.audit_blind [--strangers [1|…|6]] [--out FILE] [--table]
+    python -m benchmarks.audit_blind [--strangers [1|…|7]] [--out FILE] [--table]
 
 The cases of ``tests/audit/blind2026`` were written by an author who had read the declarations and the subjects'
 docstrings, and no law of steps. With ``--strangers`` the cases are those of ``tests/audit/reading2026``, whose authors
-had seen nothing of the audit; ``--strangers 2`` to ``6`` take those of further readers (``tests/audit/reading2026b`` to
-``reading2026f``, the last three of right steps only). All were committed before any of them was audited.
+had seen nothing of the audit; ``--strangers 2`` to ``7`` take those of further readers (``tests/audit/reading2026b`` to
+``reading2026g``, the last four of right steps only). All were committed before any of them was audited.
 
-``results/audit_blind_first.json`` and ``audit_blind_strangers[2|…|6]_first.json`` have the result of the first run,
+``results/audit_blind_first.json`` and ``audit_blind_strangers[2|…|7]_first.json`` have the result of the first run,
 before anything was changed; they are never written again. A defect counts as detected if a law fails on it that holds
 on its fix, or if it raises where its fix does not.
 """
@@ -27,19 +27,30 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' own
 
 from earnest_audit import audit
-from tests.audit import blind2026, reading2026, reading2026b, reading2026c, reading2026d, reading2026e, reading2026f
+from tests.audit import (
+    blind2026,
+    reading2026,
+    reading2026b,
+    reading2026c,
+    reading2026d,
+    reading2026e,
+    reading2026f,
+    reading2026g,
+)
 from tests.audit.reading2026 import reasons as first
 from tests.audit.reading2026b import reasons as second
 from tests.audit.reading2026c import reasons as third
 from tests.audit.reading2026d import reasons as fourth
 from tests.audit.reading2026e import reasons as fifth
 from tests.audit.reading2026f import reasons as sixth
+from tests.audit.reading2026g import reasons as seventh
 
 RESULTS = Path(__file__).parent / "results"
 Reasons = tuple[Mapping[str, str], Mapping[str, str]]
 STRANGERS = (
     (reading2026, first), (reading2026b, second), (reading2026c, third),
     (reading2026d, fourth), (reading2026e, fifth), (reading2026f, sixth),
+    (reading2026g, seventh),
 )  # fmt: skip
 READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # name, defects, right steps, reasons
     0: ("audit_blind", blind2026.CASES, blind2026.RIGHT, ({}, {})),
@@ -127,10 +138,10 @@ def tables(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--strangers", nargs="?", const=1, default=0, type=int, choices=(1, 2, 3, 4, 5, 6),
+        "--strangers", nargs="?", const=1, default=0, type=int, choices=range(1, 8),
         help="the cases whose authors had not seen the audit: which reading",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2|…|6]].json")
+    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2|…|7]].json")
     parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
     args = parser.parse_args()
     name, cases, right, reasons = READINGS[args.strangers]

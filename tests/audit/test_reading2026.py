@@ -1,4 +1,4 @@
-"""The readings by strangers (``tests/audit/reading2026``, ``reading2026b`` to ``f``): what was detected stays
+"""The readings by strangers (``tests/audit/reading2026``, ``reading2026b`` to ``g``): what was detected stays
 detected, and no right step gets a new alarm. All numbers are in benchmarks/results (benchmarks/audit_blind.py
 --strangers)."""
 
@@ -10,12 +10,20 @@ from typing import Any
 import pytest
 
 from benchmarks.audit_blind import READINGS, RESULTS, failures
-from tests.audit import reading2026, reading2026b, reading2026c, reading2026d, reading2026e, reading2026f
+from tests.audit import reading2026, reading2026b, reading2026c, reading2026d, reading2026e, reading2026f, reading2026g
 from tests.audit.reading2026.base import Case, Right
 
-ALL = (reading2026, reading2026b, reading2026c, reading2026d, reading2026e, reading2026f)
+ALL = (reading2026, reading2026b, reading2026c, reading2026d, reading2026e, reading2026f, reading2026g)
 UNFIT = {n: reading.READING.unfit for n, reading in enumerate(ALL, 1)}
-SIZES = {1: (40, 40), 2: (40, 40), 3: (40, 40), 4: (0, 100), 5: (0, 100), 6: (0, 100)}  # defects and right steps
+SIZES = {
+    1: (40, 40),
+    2: (40, 40),
+    3: (40, 40),
+    4: (0, 100),
+    5: (0, 100),
+    6: (0, 100),
+    7: (0, 100),
+}  # defects and right steps
 CASES = [case for number in UNFIT for case in READINGS[number][1]]
 RIGHT = [one for number in UNFIT for one in READINGS[number][2]]
 

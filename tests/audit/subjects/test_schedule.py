@@ -66,6 +66,19 @@ def test_every_group_has_its_own_rate() -> None:
     assert "peak (group 1)" in failed(Schedule(lambda t, _: rates(t, 4, True), (1.0, 0.1), 0.0))
 
 
+def test_every_group_may_have_its_own_warm_up() -> None:
+    def rates(total: int, ranks: int) -> list[list[float]]:
+        return [[min(1.0, (k + 1) / 4), 0.5 * min(1.0, max(0, k - 4) / 4)] for k in range(total)]
+
+    def of(*warmup: int) -> list[str]:
+        return [f.subject for f in audit(Schedule(rates, peak=(1.0, 0.5), final=(1.0, 0.5), warmup=warmup)).failures]
+
+    assert of(4, 9) == []
+    assert of(9, 9) == ["warm-up (group 0)"]
+    with pytest.raises(ValueError, match="3 numbers for 2 groups"):
+        of(4, 9, 9)
+
+
 def test_a_short_decay_ends_a_step_above_its_end() -> None:
     assert audit(Schedule(lambda t, _: [1 - k / t for k in range(t)], 1.0, 0.0, total=7)).holds
     assert "end" in failed(Schedule(lambda t, _: [1 - k / (4 * t) for k in range(t)], 1.0, 0.0, total=7))
