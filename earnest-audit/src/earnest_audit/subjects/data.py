@@ -33,9 +33,9 @@ class Collator(Subject, name="collator"):
 
     Needs: ``fn(examples)`` -> a dict of tensors [B, …]; ``pads`` is column -> padding value: trailing and leading
     entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
-    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``,
-    where other places have ``ignore``. ``columns`` is column -> fn(example), what its row (with unpack: its document)
-    has to be without padding.
+    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``
+    (of its document, with unpack), where other places have ``ignore``. ``columns`` is column -> fn(example), what its
+    row (its document, with unpack) has to be without padding.
     How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
     Exceptions: Packing and sampling stages mix examples by design: rows=False leaves the inputs, the repetition and,
     with unpack, the documents.
@@ -98,7 +98,10 @@ class Collator(Subject, name="collator"):
         )  # fmt: skip
 
     def _supervised(self, targets: Callable[[Any], Sequence[int]]) -> Finding:
-        rows = [self._run([example])[self.labels].flatten() for example in self.examples]
+        rows = []
+        for example in self.examples:
+            batch = self._run([example])
+            rows.append(self._document(batch).get(self.labels, batch[self.labels]).flatten())
         taught = [row[row != self.ignore].tolist() for row in rows]
         other = [str(i) for i, (a, e) in enumerate(zip(taught, self.examples, strict=True)) if a != list(targets(e))]
         more = ": other tokens are supervised than declared: a mask is off by one, or an end or a prompt is in it."
@@ -108,12 +111,17 @@ class Collator(Subject, name="collator"):
         wrong: list[str] = []
         for number, example in enumerate(self.examples):
             wanted, batch = torch.as_tensor(self.columns[column](example)), self._run([example])
-            row = next(iter(self.unpack(batch)), {}) if self.unpack else {k: v[0] for k, v in batch.items() if len(v)}
-            found = self._real(column, torch.as_tensor(row[column])) if column in row else None
+            row = self._document(batch) if self.unpack else {k: v[0] for k, v in batch.items() if len(v)}
+            found = self._real(column, row[column]) if column in row else None
             holds = found is not None and found.shape == wanted.shape and bool(torch.allclose(found.to(wanted), wanted))
             wrong += [] if holds else [str(number)]
         more = f": {column} is not what the example has: a flag that is dropped, a default, another field."
         return self.none(f"column {column}", wrong, f"{len(wrong)} of {len(self.examples)} examples differ", more)
+
+    def _document(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The first document of a packed batch; empty where nothing is packed."""
+        found = next(iter(self.unpack(batch)), {}) if self.unpack else {}
+        return {k: torch.as_tensor(v) for k, v in found.items()}
 
     def _run(self, examples: Sequence[Any]) -> dict[str, Tensor]:
         with seeded(self.seed):

@@ -86,11 +86,12 @@ class Schedule(Subject, name="schedule"):
             "peak", f"{top:.3g}", f"{peak:.3g}", abs(top - peak) <= 0.1 * peak,
             "The peak is never reached, or it is another group's: one rate is written over every group.",
         )  # fmt: skip
-        yield (
-            "half way", f"{middle:.3g}", "between the peak and the end",
-            low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2),
-            "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
-        )  # fmt: skip
+        if not self.restarts:
+            yield (
+                "half way", f"{middle:.3g}", "between the peak and the end",
+                low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2),
+                "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
+            )  # fmt: skip
         # A linear decay is one step above its end in its last step, and that is much in a short run.
         last, near = abs(one[-1] - one[-2]) if len(one) > 1 else 0.0, 0.25 * final if final else 0.1 * peak
         ends = abs(one[-1] - final) <= max(near, 1.5 * last)
