@@ -1,6 +1,6 @@
 """How many defects of public issues of 2026 does the audit detect, and does it accuse unusual right steps?
 
-    python -m benchmarks.audit_blind [--strangers [1|…|7]] [--out FILE] [--table]
+    python -m benchmarks.audit_blind [--strangers [1|…|7]] [--out FILE] [--table | --overview]
 
 The cases of ``tests/audit/blind2026`` were written by an author who had read the declarations and the subjects'
 docstrings, and no law of steps. With ``--strangers`` the cases are those of ``tests/audit/reading2026``, whose authors
@@ -135,6 +135,15 @@ def tables(
             print(f"| {id} | {on} | {'; '.join(laws)} |{reason}")
 
 
+def overview() -> None:
+    """The right steps of all readings by strangers: those that are unusual, and the fixes."""
+    print("| reading | right steps | accused at first | now |\n|---|---|---|---|")
+    for number, (name, *_) in list(READINGS.items())[1:]:
+        both = [json.loads((RESULTS / f"{name}{end}.json").read_text()) for end in ("_first", "")]
+        first, now = ([bool(d["fixed"]) for d in r["defects"]] + [bool(x["alarms"]) for x in r["right"]] for r in both)
+        print(f"| {number} | {len(first)} | {sum(first)} | {sum(now)} |")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
@@ -143,7 +152,13 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2|…|7]].json")
     parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
+    parser.add_argument(
+        "--overview", action="store_true", help="print how many right steps of each reading are accused"
+    )
     args = parser.parse_args()
+    if args.overview:
+        overview()
+        return
     name, cases, right, reasons = READINGS[args.strangers]
     out, first = args.out or RESULTS / f"{name}.json", RESULTS / f"{name}_first.json"
     if not args.table:
