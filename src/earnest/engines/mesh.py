@@ -18,7 +18,7 @@ import os
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cached_property
 from pathlib import Path
@@ -190,11 +190,22 @@ def end() -> None:
     tensor while the interpreter ends would abort the process (exit code -6) after a run that succeeded."""
     if dist.is_initialized():
         dist.destroy_process_group()
-    idle, latest = 0, time.monotonic() + 10
+    idle, latest, before = 0, time.monotonic() + 10, _ran()
     while idle < 3 and time.monotonic() < latest:
-        time.sleep(0.002)  # without the interpreter's lock, which the thread needs
-        threads = [_stat(task) for task in Path("/proc/self/task").glob("*/stat")]
-        idle = 0 if any(name.startswith("pt_") and state == "R" for name, state in threads) else idle + 1
+        time.sleep(0.01)  # without the interpreter's lock, which the thread needs
+        now = _ran()
+        idle, before = idle + 1 if now == before and None not in now else 0, now
+
+
+def _ran() -> list[str | None]:
+    """How long each thread of the process group ran; None for one that runs or waits for a processor now."""
+    found: list[str | None] = []
+    for task in sorted(Path("/proc/self/task").glob("*")):
+        name, state = _stat(task / "stat")
+        if name.startswith("pt_"):
+            with suppress(OSError):  # it has ended
+                found.append(None if state == "R" else (task / "schedstat").read_text())
+    return found
 
 
 def deal(units: Sequence[Sequence[int]], sizes: Sequence[int], count: int) -> list[list[int]]:
