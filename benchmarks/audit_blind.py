@@ -21,43 +21,25 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the cases are the tests' own
 
 from earnest_audit import audit
-from tests.audit import (
-    blind2026,
-    reading2026,
-    reading2026b,
-    reading2026c,
-    reading2026d,
-    reading2026e,
-    reading2026f,
-    reading2026g,
-)
-from tests.audit.reading2026 import reasons as first
-from tests.audit.reading2026b import reasons as second
-from tests.audit.reading2026c import reasons as third
-from tests.audit.reading2026d import reasons as fourth
-from tests.audit.reading2026e import reasons as fifth
-from tests.audit.reading2026f import reasons as sixth
-from tests.audit.reading2026g import reasons as seventh
+from tests.audit import blind2026
 
 RESULTS = Path(__file__).parent / "results"
 Reasons = tuple[Mapping[str, str], Mapping[str, str]]
-STRANGERS = (
-    (reading2026, first), (reading2026b, second), (reading2026c, third),
-    (reading2026d, fourth), (reading2026e, fifth), (reading2026f, sixth),
-    (reading2026g, seventh),
-)  # fmt: skip
+STRANGERS = [f"tests.audit.reading2026{letter}" for letter in ("", *"bcdefg")]
 READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # name, defects, right steps, reasons
     0: ("audit_blind", blind2026.CASES, blind2026.RIGHT, ({}, {})),
-} | {
-    n: (f"audit_blind_strangers{n if n > 1 else ''}", r.READING.cases, r.READING.right, (why.MISSES, why.ALARMS))
-    for n, (r, why) in enumerate(STRANGERS, 1)
 }
+for number, package in enumerate(STRANGERS, 1):
+    found, why = import_module(package).READING, import_module(f"{package}.reasons")
+    end = number if number > 1 else ""
+    READINGS[number] = (f"audit_blind_strangers{end}", found.cases, found.right, (why.MISSES, why.ALARMS))
 
 
 def failures(make: Callable[[], Any]) -> list[str]:
@@ -147,7 +129,7 @@ def overview() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--strangers", nargs="?", const=1, default=0, type=int, choices=range(1, 8),
+        "--strangers", nargs="?", const=1, default=0, type=int, choices=range(1, len(STRANGERS) + 1),
         help="the cases whose authors had not seen the audit: which reading",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2|…|7]].json")

@@ -157,3 +157,29 @@ def test_a_declared_share_stays_between_0_and_1(percent: bool) -> None:
     step.loss, step.metrics = loss, {"stale/fraction": (0.0, 1.0)}
     failures = {f.subject for f in audit(step, laws=[metrics.LAW]).failures}
     assert failures == ({"metric stale/fraction"} if percent else set())
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize(("real", "expected"), [(True, "holds"), (False, "fails")])
+def test_an_accuracy_that_is_1_for_every_policy_because_rejected_answers_are_longer(
+    real: bool, expected: str, stacked: bool
+) -> None:
+    """``stacked``: as in TRL, the chosen rows and then the rejected ones in one tensor."""
+    given = dpo_step()
+    apart = {k: given.batch[k] for k in ("chosen", "rejected")}
+    apart |= {f"{side}_mask": given.batch[f"{side}_mask"] * 0 + n for side, n in (("chosen", 0.1), ("rejected", 0.8))}
+
+    def together(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+        sides = {"ids": ("chosen", "rejected"), "mask": ("chosen_mask", "rejected_mask")}
+        return {key: torch.cat([batch[side] for side in own]) for key, own in sides.items()}
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        rows = batch if stacked else together(batch)
+        chosen, rejected = (logprobs(model, rows) * rows["mask"]).sum(-1).chunk(2)
+        accuracy = (chosen > rejected).float().mean()
+        return -F.logsigmoid(chosen - rejected).mean(), {"accuracy": accuracy if real else torch.ones(())}
+
+    batch, roles = (together(apart), {}) if stacked else (apart, {k: k for k in apart})
+    step = Step(given.model, loss, batch, roles, family="preference", metrics={"accuracy": Metric(0.0, 1.0)})
+    rows = {f.expected: f.outcome for f in audit(step, laws=[metrics.LAW]).findings if f.subject == "metric accuracy"}
+    assert rows["it moves"] == expected

@@ -74,15 +74,16 @@ def test_a_hinge_whose_every_pair_is_active_still_has_its_margin() -> None:
     assert outcome(ignored, knobs.LAW, "setting margin") == "fails"
 
 
+@pytest.mark.parametrize("tau", [1e-3, 1e-12])
 @pytest.mark.parametrize(("read", "expected"), [(1.0, "holds"), (0.0, "fails")])
-def test_a_threshold_that_was_set_far_below(read: float, expected: str) -> None:
+def test_a_threshold_that_was_set_far_below(read: float, expected: str, tau: float) -> None:
     """A barrier's τ that was taken from another state: it is felt only when it is crossed."""
 
     def loss(model: nn.Module, batch: Data, tau: float) -> Tensor:
         value = sft_loss(model, batch)[0]
         return value + (10 * value - read * tau).relu()
 
-    assert outcome(sft_step(loss, settings={"tau": 1e-3}), knobs.LAW, "setting tau") == expected
+    assert outcome(sft_step(loss, settings={"tau": tau}), knobs.LAW, "setting tau") == expected
 
 
 def rows(findings: tuple[Finding, ...]) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """A seventh reading by strangers, of right steps only, in six families: agents, packing, sharding, schedules, data
 stages and metrics over ranks. Four readers wrote a hundred cases in ``m``, ``n``, ``o`` and ``p`` (``TASK.md``), and
-four further persons declared them as in ``tests/audit/reading2026c``, without seeing the audit. Everything was
+four further persons declared them (``reading2026d/DECLARE.md``), without seeing the audit. Everything was
 committed before any of them was audited.
 """
 

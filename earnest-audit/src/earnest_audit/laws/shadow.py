@@ -30,7 +30,7 @@ TRIED = 4  # of the last matrices
 FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
 MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
 SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is at its end by design
-LOST = 1e-2  # of the gradient: far out, rounding of large numbers is no fault, a lost gradient is
+LOST = 1e-2  # of the gradient: what rounding may change where log-probs or margins are large
 INFINITE = "the float64 shadow is not finite either"
 
 
@@ -119,7 +119,7 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
             shadow = float64_copy(probe) if usual else probe.twin(torch.float64)
             lifted, spent = shadow.off_policy() if usual else edits.lifted(batch, torch.float64), shadow.cost
             theirs = shadow.gradient(lifted)
-    least = 0.0 if usual else LOST  # numbers of that size have fewer digits after the point
+    least = 0.0 if usual else LOST
     change, room, why = mine.distance(theirs), min(0.5, max(least, units * probe.floor())), ""
     if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
         own = theirs.distance(_nudged(probe, shadow, lifted))

@@ -100,8 +100,8 @@ class Collator(Subject, name="collator"):
     def _supervised(self, targets: Callable[[Any], Sequence[int]]) -> Finding:
         rows = []
         for example in self.examples:
-            batch = self._run([example])
-            rows.append(self._document(batch).get(self.labels, batch[self.labels]).flatten())
+            document = self._document(batch := self._run([example]))
+            rows.append((document if self.labels in document else batch)[self.labels].flatten())
         taught = [row[row != self.ignore].tolist() for row in rows]
         other = [str(i) for i, (a, e) in enumerate(zip(taught, self.examples, strict=True)) if a != list(targets(e))]
         more = ": other tokens are supervised than declared: a mask is off by one, or an end or a prompt is in it."
