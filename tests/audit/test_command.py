@@ -13,7 +13,7 @@ from xml.etree import ElementTree
 import jsonschema
 import pytest
 
-from earnest_audit import Finding, Verdict
+from earnest_audit import Finding, LawBroken, Verdict
 from earnest_audit.frontends.command import main, make_parser
 from earnest_audit.frontends.reports import junit, markdown, sarif
 from tests.audit.test_script import STEP, script
@@ -257,3 +257,53 @@ def test_wrong_words_exit_with_2(words: list[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(words)
     assert end.value.code == 2
+
+
+OTHER_PROMPT = """
+import torch
+from torch import nn
+from earnest_audit import Step, audit
+
+torch.manual_seed(0)
+model = nn.Sequential(nn.Embedding(16, 8), nn.Tanh(), nn.Linear(8, 16))
+ids = torch.randint(0, 16, (4, 9))
+labels = ids.clone()
+labels[:, :5] = -100
+
+def loss(model, batch):
+    logits = model(torch.cat([batch["prompt"], batch["ids"][:, 5:-1]], 1))
+    return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+audit(Step(model, loss, {"ids": ids, "labels": labels, "prompt": ids[:, :5]}, {"ids": "ids", "labels": "labels"}))
+"""
+WARNS = Finding("IG", "context in ids", "no change", "above 0", "warns", "The context does not matter.", "a b.py:9")
+
+
+def test_a_warning_is_shown_in_every_format_and_is_no_failure() -> None:
+    verdict = Verdict((HOLDS, WARNS))
+    assert verdict.holds and verdict.warnings == (WARNS,) and not verdict.failures
+    assert verdict.summary == "1 holds, 0 fail, 1 warns" and verdict.to_dict()["counts"]["warns"] == 1
+    assert "! IG on context in ids: The context does not matter." in str(verdict).splitlines()
+    root = ElementTree.fromstring(junit(verdict))
+    assert [child.tag for child in root[0][1]] == ["system-out"] and root.attrib["failures"] == "0"
+    assert [r["level"] for r in json.loads(sarif(verdict))["runs"][0]["results"]] == ["warning"]
+    text = markdown(verdict)
+    assert text.startswith("## ✅") and "1 checks hold, 1 warn, no law is broken." in text
+    assert "- ⚠️ **IG** on context in ids (`a b.py:9`)" in text
+
+
+def test_a_strict_verdict_fails_where_it_warned() -> None:
+    verdict = Verdict((HOLDS, WARNS, SKIPPED)).strict()
+    assert not verdict.holds and [f.law for f in verdict.failures] == ["IG"] and not verdict.warnings
+    with pytest.raises(LawBroken, match="context in ids"):
+        verdict.raise_if_failed()
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 0), (["--strict"], 1)])
+def test_the_exit_code_of_a_warning(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int
+) -> None:
+    """The prompt is read from another tensor, so what stands before the supervised tokens does not matter."""
+    path = script(tmp_path, OTHER_PROMPT)
+    assert main([*words, str(path)]) == code
+    assert ("warns" in capsys.readouterr().out) == (code == 0)

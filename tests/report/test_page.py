@@ -358,5 +358,6 @@ def test_the_tally_names_what_fails_first():
         return str(tally([CheckRecord(law="GL", subject="x", expected="", outcome=o) for o in outcomes]))
 
     assert ">holds<" in shown("holds") and ">2 hold<" in shown("holds", "holds")
-    assert ">1 of 2 fail<" in shown("holds", "fails") and ">1 hold, 1 not declared<" in shown("holds", "not declared")
+    assert ">1 of 2 fail<" in shown("holds", "fails") and ">1 holds, 1 not declared<" in shown("holds", "not declared")
+    assert ">2 hold, 1 warns<" in shown("holds", "warns", "holds")
     assert ">not checked<" in shown()

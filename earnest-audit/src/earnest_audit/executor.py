@@ -75,8 +75,7 @@ def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[s
         probe.own_gradient()  # of the unchanged step: what this raises is the user's to see
         for number, law in enumerate(chosen, 1):
             report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
-            with nullcontext() if law.from_start else probe.active():
-                findings += checked(law, probe)
+            findings += checked(law, probe)
     return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + _facts(subject))
 
 
@@ -91,7 +90,12 @@ def _facts(step: Step) -> tuple[str, ...]:
 
 
 def checked(law: Law, probe: Probe) -> Iterator[Finding]:
-    """What the law finds; where it raises, the rows up to there and one for the error."""
+    """What the law finds; where it raises, the rows up to there and one for the error. A contrib law only warns."""
+    with nullcontext() if law.from_start else probe.active():
+        yield from (row if law.tier == "core" else row.doubtful() for row in _rows(law, probe))
+
+
+def _rows(law: Law, probe: Probe) -> Iterator[Finding]:
     probe.law = law
     if not law.when(probe.step):
         return

@@ -13,7 +13,8 @@ from earnest_audit.verdict import Finding, LawOutcome, judged, unchecked
 
 Rows = Iterator[Finding]
 Tier = Literal["core", "contrib"]
-SECTIONS = ("Needs", "How", "Exceptions", "Detects")
+SECTIONS = ("Needs", "How", "Exceptions", "Warns", "Detects")
+OPTIONAL = ("Warns",)
 Ask = tuple[str, str, Callable[[Step], bool]]
 """A subject, the declaration that it needs, and whether that is given: where it is not, the row is "not declared"."""
 
@@ -67,10 +68,11 @@ class Reporter:
 
 @dataclass(frozen=True, eq=False)
 class Law(Reporter):
-    """``text`` is the docstring of its file: "CODE: sentence", paragraphs, then the four sections. ``check`` yields
+    """``text`` is the docstring of its file: "CODE: sentence", paragraphs, then the sections. ``check`` yields
     findings; a missing declaration gives "not declared", which is never a pass.
 
-    ``tier``: "core" is true of every correct step, "contrib" is a detector with known exceptions.
+    ``tier``: "core" is true of every correct step and fails, "contrib" is a detector with known exceptions and warns.
+    Rows of a core law that have known exceptions are in its section "Warns".
     """
 
     code: str
@@ -102,7 +104,8 @@ class Law(Reporter):
         """Its page of documentation, in markdown."""
         lines = [f"## {self.code}: {self.name}", f"Tier: {self.tier}.", self.sentence]
         lines += [f"```text\n{self.sections['body']}\n```"] if self.sections["body"] else []
-        return "\n\n".join([*lines, *(f"**{title}.** {self.sections[title]}" for title in SECTIONS)])
+        return "\n\n".join([*lines, *(
+            f"**{title}.** {self.sections[title]}" for title in SECTIONS if title in self.sections)])
 
 
 def not_declared(code: str, subject: str, what: str) -> Finding:

@@ -13,11 +13,12 @@ from earnest_audit.errors import EarnestError
 if TYPE_CHECKING:  # rich is optional: it is imported only where a rich console prints a verdict
     from rich.console import Console, ConsoleOptions, RenderResult
 
-LawOutcome = Literal["holds", "fails", "not applicable", "not declared"]
+LawOutcome = Literal["holds", "fails", "warns", "not applicable", "not declared"]
 UNCHECKED = "could not be checked ("
 COLOURS: dict[LawOutcome, str] = {
     "holds": "green",
     "fails": "bold red",
+    "warns": "bold yellow",
     "not applicable": "dim",
     "not declared": "yellow",
 }
@@ -31,8 +32,9 @@ class LawBroken(EarnestError):
 
 @dataclass(frozen=True)
 class Finding:
-    """One law on one subject. ``meaning``: what a failure means, and where to look. ``place``: the source of what was
-    checked, "train.py:12", where it is known."""
+    """One law on one subject. ``meaning``: what a failure or a warning means, and where to look. ``place``: the source
+    of what was checked, "train.py:12", where it is known. ``outcome``: "warns" where right steps are known that do the
+    same."""
 
     law: str
     subject: str
@@ -44,6 +46,11 @@ class Finding:
 
     def __str__(self) -> str:
         return f"{self.law} on {self.subject}: {self.measured}, expected {self.expected}. {self.meaning}".rstrip()
+
+    def doubtful(self, why: str = "") -> Finding:
+        """A warning in place of a failure, with the reason for the doubt; every other row as it is."""
+        meaning = f"{self.meaning} {why}".strip()
+        return replace(self, outcome="warns", meaning=meaning) if self.outcome == "fails" else self
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,11 @@ class Verdict:
     @property
     def failures(self) -> tuple[Finding, ...]:
         return tuple(f for f in self.findings if f.outcome == "fails")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """What is unusual and may be right: a verdict with warnings alone holds."""
+        return tuple(f for f in self.findings if f.outcome == "warns")
 
     @property
     def errors(self) -> tuple[Finding, ...]:
@@ -75,10 +87,11 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """One line: "12 hold, 1 fails, 3 not declared, 2 not applicable"."""
+        """One line: "12 hold, 1 fails, 2 warn, 3 not declared, 2 not applicable"."""
         counts = self.counts
-        held, failed = counts.pop("holds"), counts.pop("fails")
+        held, failed, warned = (counts.pop(outcome) for outcome in ("holds", "fails", "warns"))
         first = [f"{held} hold{'s' if held == 1 else ''}", f"{failed} fail{'s' if failed == 1 else ''}"]
+        first += [f"{warned} warn{'s' if warned == 1 else ''}"] if warned else []
         return ", ".join([*first, *(f"{count} {outcome}" for outcome, count in counts.items() if count)])
 
     def raise_if_failed(self) -> Verdict:
@@ -89,6 +102,11 @@ class Verdict:
                 "the training step breaks a law:\n  " + "\n  ".join(lines) if lines else "nothing was checked."
             )
         return self
+
+    def strict(self) -> Verdict:
+        """The verdict with every warning as a failure."""
+        rows = (replace(f, outcome="fails") if f.outcome == "warns" else f for f in self.findings)
+        return replace(self, findings=tuple(rows))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON for machines (verdict.json)."""
@@ -127,8 +145,8 @@ class Verdict:
         yield table
         for remark in self.remarks():
             yield f"[dim]· {escape(remark)}[/]"
-        for f in self.failures:
-            yield f"[red]✗[/] {escape(f'{f.law} on {f.subject}: {f.meaning}')}"
+        for mark, found in (("[yellow]![/]", self.warnings), ("[red]✗[/]", self.failures)):
+            yield from (f"{mark} {escape(f'{f.law} on {f.subject}: {f.meaning}')}" for f in found)
         yield self.summary
 
     def __str__(self) -> str:
@@ -139,7 +157,8 @@ class Verdict:
         lines = [line for row in rows for line in _wrapped(row, widths)]
         lines.insert(1, "  ".join("-" * width for width in widths))
         below = [f"· {remark}" for remark in self.remarks()]
-        below += [f"✗ {f.law} on {f.subject}: {f.meaning}" for f in self.failures]
+        for mark, found in (("!", self.warnings), ("✗", self.failures)):
+            below += [f"{mark} {f.law} on {f.subject}: {f.meaning}" for f in found]
         folded = [textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False) for text in below]
         return "\n".join([self.title, *lines, *folded, self.summary]) + "\n"
 

@@ -29,6 +29,7 @@ def audit(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the verdict as JSON.")] = False,
     quick: Annotated[bool, typer.Option("--quick", help="The cheap laws only.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="Warnings are failures.")] = False,
     junit: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the verdict as JUnit XML.")] = None,
     sarif: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the verdict as SARIF 2.1.0.")] = None,
     markdown: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the verdict as Markdown.")] = None,
@@ -64,7 +65,7 @@ def audit(
     else:
         found = _recipe_verdict(recipe, overrides or [], quick)
     files = {"junit": junit, "sarif": sarif, "markdown": markdown}
-    raise typer.Exit(report(found, as_json=as_json, files=files))
+    raise typer.Exit(report(found.strict() if strict else found, as_json=as_json, files=files))
 
 
 def _grader_verdict(task: str, overrides: list[str]) -> Verdict:

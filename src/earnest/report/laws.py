@@ -8,8 +8,8 @@ from earnest.report.blocks import badge, none, row, section, table
 from earnest.report.markup import Html, duration, el, number
 from earnest.report.record import CheckRecord, LawOutcome, Run
 
-TONES: dict[LawOutcome, str] = {"holds": "good", "fails": "bad", "not declared": "warn"}
-WORDS: dict[LawOutcome, str] = {"holds": "hold", "fails": "fail", "not declared": "not declared"}
+TONES: dict[LawOutcome, str] = {"holds": "good", "fails": "bad", "warns": "warn", "not declared": "warn"}
+WORDS: dict[LawOutcome, str] = {"holds": "hold", "fails": "fail", "warns": "warn", "not declared": "not declared"}
 OPEN = 12
 """Up to this number of checks, the table is open."""
 
@@ -19,8 +19,8 @@ def tally(checks: Sequence[CheckRecord]) -> Html:
     count = {outcome: sum(check.outcome == outcome for check in checks) for outcome in TONES}
     if count["fails"]:
         return badge(f"{count['fails']} of {len(checks)} fail", "bad")
-    if count["not declared"]:
-        return badge(f"{count['holds']} hold, {count['not declared']} not declared", "warn")
+    if count["warns"] or count["not declared"]:
+        return badge(_counts(checks), "warn")
     if count["holds"]:
         return badge(f"{count['holds']} hold" if count["holds"] > 1 else "holds", "good")
     return badge("not checked", "warn")

@@ -21,7 +21,7 @@ FORMAT: Literal["earnest-run/1"] = "earnest-run/1"
 
 Status = Literal["running", "finished", "interrupted", "failed"]
 Phase = Literal["before", "after", "train"]
-LawOutcome = Literal["holds", "fails", "not declared"]
+LawOutcome = Literal["holds", "fails", "warns", "not declared"]
 Level = Literal["info", "warning", "error"]
 Measure = Literal["reward", "loss", "accuracy"]
 

@@ -48,3 +48,20 @@ def test_a_saturated_loss_has_no_gradient_to_lose() -> None:
 
     rows = {f.subject: f.outcome for f in audit(sft_step(loss), laws=[shadow.LAW]).findings}
     assert rows["confident outputs"] == "not applicable" and rows["the batch"] == "holds"
+
+
+def far_out(of: Callable[[Tensor, Tensor], Tensor]) -> str:
+    """The outcome on confident outputs of a loss of the probabilities and the ids."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return of(model(batch["ids"], batch["attention"])[:, :-1].softmax(-1), batch["ids"][:, 1:, None])
+
+    step = sft_step()
+    rows = audit(Step(Tiny(), loss, step.batch, step.roles), laws=[shadow.LAW]).findings
+    return {f.subject: f.outcome for f in rows}["confident outputs"]
+
+
+def test_far_out_a_lost_gradient_fails_and_an_inexact_one_warns() -> None:
+    """The likeliest token becomes less likely: 1 - p has two digits where p is next to 1, and right code has it."""
+    assert far_out(lambda p, ids: -(1 - p.amax(-1)).clamp_min(1e-30).log().mean()) == "warns"
+    assert far_out(lambda p, ids: -p.gather(-1, ids).log().mean()) == "fails"  # log(softmax): 0/0

@@ -139,10 +139,23 @@ def test_the_sentence_on_ids_says_which_tokens_were_changed() -> None:
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
 
-    found = audit(Step(model, loss, batch, {"ids": "ids", "labels": "labels"}), laws=[inputs.LAW]).findings
-    row = next(f for f in found if f.subject == "input ids (ids)")
-    assert row.outcome == "fails" and "in the tokens without a loss that supervised ones follow" in row.measured
-    assert "labels that are not shifted" in row.meaning and "at all" not in row.meaning
+    rows = {f.subject: f for f in audit(Step(model, loss, batch, {"ids": "ids", "labels": "labels"}),
+                                        laws=[inputs.LAW]).findings}  # fmt: skip
+    context = rows["context in ids (ids)"]
+    assert context.outcome == "warns" and "in the tokens without a loss that supervised ones follow" in context.measured
+    assert "labels that are not shifted" in context.meaning and "at all" not in context.meaning
+    assert rows["input ids (ids)"].outcome == "holds"
+
+
+def test_ids_that_the_loss_does_not_read_fail() -> None:
+    model, batch = nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)), sft_step().batch
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logits = model(torch.ones_like(batch["ids"]))
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    verdict = audit(Step(model, loss, batch, {"ids": "ids", "labels": "labels"}), laws=[inputs.LAW])
+    assert [f.subject for f in verdict.failures] == ["input ids (ids)"], str(verdict)
 
 
 def measured(verdict: Verdict) -> dict[str, str]:

@@ -125,7 +125,7 @@ class AuditCallback(TrainerCallback):
             verdict += Verdict(rows)
         if self.stop:
             verdict.raise_if_failed()
-        for f in verdict.failures:
+        for f in (*verdict.failures, *verdict.warnings):
             warnings.warn(str(f), WatchWarning, stacklevel=3)
         return verdict
 

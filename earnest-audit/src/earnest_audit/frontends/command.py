@@ -45,7 +45,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         files = {name: getattr(options, name) for name in FORMATS}
         require_writable(files)
-        return report(script_verdict(Path(rest[0]), rest[1:], quick=options.quick), as_json=options.json, files=files)
+        verdict = script_verdict(Path(rest[0]), rest[1:], quick=options.quick)
+        return report(verdict.strict() if options.strict else verdict, as_json=options.json, files=files)
     except EarnestError as error:
         print(f"earnest-audit: {error}", file=sys.stderr)
         return 2
@@ -60,6 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print the verdict as JSON")
     parser.add_argument("--quick", action="store_true", help="check the cheap laws only")
+    parser.add_argument("--strict", action="store_true", help="warnings are failures")
     for name, (what, _) in FORMATS.items():
         parser.add_argument(f"--{name}", type=Path, metavar="FILE", help=f"write the verdict as {what}")
     parser.add_argument("--version", action="version", version=f"earnest-audit {__version__}")

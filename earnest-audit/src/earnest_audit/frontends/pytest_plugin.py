@@ -48,13 +48,13 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def audit_step() -> Callable[..., Verdict]:
     """``audit_step(step)`` or ``audit_step(model, loss, batch)``: returns the verdict; the test fails if a law
-    is broken. Further arguments are those of ``earnest_audit.audit``."""
+    is broken, with ``strict=True`` also if one warns. Further arguments are those of ``earnest_audit.audit``."""
 
-    def audited(*subject: Any, **options: Any) -> Verdict:
+    def audited(*subject: Any, strict: bool = False, **options: Any) -> Verdict:
         from earnest_audit import audit
 
         verdict = audit(*subject, **options)
-        _fail(verdict)
+        _fail(verdict.strict() if strict else verdict)
         return verdict
 
     return audited

@@ -33,7 +33,7 @@ def broken(verdict: Verdict) -> tuple[Finding, ...]:
 
 
 def junit(verdict: Verdict) -> str:
-    """One test case for each row; rows that are neither a pass nor a failure are skipped."""
+    """One test case for each row; a warning is a pass with a text, and what was not checked is skipped."""
     rows = verdict.findings if verdict.failures or verdict.holds else (*verdict.findings, NOTHING)
     skipped = [f for f in rows if f.outcome in ("not applicable", "not declared")]
     counts = {"tests": len(rows), "failures": len(broken(verdict)), "errors": 0, "skipped": len(skipped)}
@@ -47,6 +47,8 @@ def junit(verdict: Verdict) -> str:
             message = {"message": _xml(f"{f.measured}, expected {f.expected}"), "type": f.law}
             failure = ElementTree.SubElement(element, "failure", message)
             failure.text = _xml("\n".join(filter(None, (f.meaning, f.place))))
+        elif f.outcome == "warns":
+            ElementTree.SubElement(element, "system-out").text = _xml(f"warning: {f}")
         elif f in skipped:
             ElementTree.SubElement(element, "skipped", {"message": _xml(f"{f.outcome}: {f.measured}. {f.meaning}")})
     ElementTree.indent(root)
@@ -66,8 +68,9 @@ def _xml(text: str) -> str:
 
 
 def sarif(verdict: Verdict) -> str:
-    """A failure is an error, and a check that could not be made a warning. The rules are the laws with their pages."""
-    found = [(f, "error") for f in broken(verdict)] + [(f, "warning") for f in verdict.errors]
+    """A failure is an error, and a check that could not be made is a warning too. The rules are the laws with their
+    pages."""
+    found = [(f, "error") for f in broken(verdict)] + [(f, "warning") for f in (*verdict.warnings, *verdict.errors)]
     codes = list(dict.fromkeys(f.law for f, _ in found))
     driver = {"name": "earnest-audit", "version": __version__, "informationUri": HOME, "rules": _rules(codes)}
     results = [
@@ -108,14 +111,16 @@ def _location(place: str) -> dict[str, Any]:
 
 
 def markdown(verdict: Verdict) -> str:
-    """The failures with their meaning, then every row, for a comment on a pull request or the summary of a job."""
+    """The failures and the warnings with their meaning, then every row, for a comment on a pull request or the summary
+    of a job."""
     wrong = broken(verdict)
     held = sum(f.outcome == "holds" for f in verdict.findings)
     many = f"{len(wrong)} law{'' if len(wrong) == 1 else 's'} broken" if wrong else "no law is broken"
-    lines = [f"## {'❌' if wrong else '✅'} {verdict.title}", "", f"{held} checks hold, {many}.", ""]
-    for f in wrong:
+    warned = f", {len(verdict.warnings)} warn" if verdict.warnings else ""
+    lines = [f"## {'❌' if wrong else '✅'} {verdict.title}", "", f"{held} checks hold{warned}, {many}.", ""]
+    for mark, f in (*(("", f) for f in wrong), *(("⚠️ ", f) for f in verdict.warnings)):
         place = f" (`{f.place}`)" if f.place else ""
-        lines.append(f"- **{f.law}** on {_cell(f.subject)}{place}: {_cell(f.measured)}. {_cell(f.meaning)}")
+        lines.append(f"- {mark}**{f.law}** on {_cell(f.subject)}{place}: {_cell(f.measured)}. {_cell(f.meaning)}")
     lines += ["", "<details><summary>All rows</summary>", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for f in verdict.findings:
         cells = map(_cell, (f.law, f.subject, f.measured, f.expected, f.outcome))

@@ -70,4 +70,4 @@ def _compare(probe: Probe, subject: str, names: list[str], here: Reading, batch:
     ))  # fmt: skip
 
 
-LAW = Law("MR-MEAN", "averages", __doc__, check, quick=False, tier="contrib")
+LAW = Law("MR-MEAN", "averages", __doc__, check, quick=False)

@@ -5,11 +5,13 @@ max((v - R)², (clipped v - R)²) depends on old values that are far from every 
 
 Needs: roles; reference=… for the reference policy
 How: Each input is changed, from a perturbed, off-policy state; the gradient must change. Signals and labels are changed
-where the loss is taken. Of ids, only tokens without a loss are changed that supervised ones follow (a prompt). Tensors
-without a role that the loss never reads are listed as "not declared".
+where the loss is taken. Of ids, first only tokens without a loss are changed that supervised ones follow (a prompt),
+then all. Tensors without a role that the loss never reads are listed as "not declared".
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
+Warns: Where tokens matter, and those before the supervised ones do not: a model without a memory, or a prompt that is
+read from another tensor.
 Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534, openai/baselines #765
 (a clipped value loss that takes the smaller error)
 """
@@ -18,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +33,8 @@ from earnest_audit.probe import Change, Probe, settings_text
 from earnest_audit.restore import seeded
 from earnest_audit.step import Step
 
-CONTEXT = ("ids", "attention", "chosen", "rejected", "chosen_attention", "rejected_attention")
+TEXTS = ("ids", "chosen", "rejected")
+SHOWN = ("attention", "chosen_attention", "rejected_attention")
 FAR = 1e3  # times the largest value or return: no clip range reaches there
 
 
@@ -47,6 +51,8 @@ def check(probe: Probe) -> Rows:
         for role, changes in _edits(probe, base):
             key = step.roles[role]
             yield probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
+        for role in (r for r in TEXTS if r in step.roles):
+            yield from _text(probe, base, role)
         if {"values", "returns"} <= step.roles.keys() and "rewards" not in step.roles:
             yield from _far_values(probe, base)
     yield from _never_read(probe)
@@ -76,12 +82,6 @@ def _meaning(role: str, key: str) -> str:
     """What it means that the edit of this role leaves the gradient unchanged."""
     if role.endswith("attention"):
         return f"Hiding tokens in {key!r} leaves the gradient unchanged: the mask does not reach the model."
-    if role in CONTEXT:
-        return (
-            f"Other tokens in {key!r} before the supervised ones leave the gradient unchanged: the model is given "
-            "other tokens, it does not attend to them, or each label is predicted from its own token (labels that are "
-            "not shifted)."
-        )
     return (
         f"The gradient does not depend on {key!r} at all: the value is ignored, overwritten, or only used under a "
         "detach. What is trained is another objective than the one that reads it."
@@ -101,9 +101,9 @@ def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Chan
         yield "labels", _labels(probe, base)
     if (other := _other_positions(probe, base)) is not None:
         yield "positions", _one(probe, base, other)
-    for role in CONTEXT:
-        if (changed := _other_context(probe, base, role)) is not None:
-            yield role, _contexts(probe, base, role, changed)
+    for role in (r for r in SHOWN if r in step.roles):
+        if step.batch[step.roles[role]].ndim == 2:
+            yield role, _hidden(probe, base, step.roles[role])
 
 
 def _one(probe: Probe, base: edits.Batch, edited: edits.Batch, how: str = "") -> Iterator[Change]:
@@ -200,50 +200,71 @@ def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
     return {**batch, probe.step.roles["positions"]: value.flip(-1)}
 
 
-def _contexts(probe: Probe, base: edits.Batch, role: str, changed: tuple[edits.Batch, str]) -> Iterator[Change]:
-    """Other tokens or fewer visible ones; then without the last one, where only the end of a row is read from a mask (a
-    score at the last token of a causal model)."""
-    yield from _one(probe, base, *changed)
-    if role.endswith("attention"):
-        seen = base[key := probe.step.roles[role]] != 0
-        ends = seen & (seen.cumsum(-1) == seen.sum(-1, keepdim=True)) & (seen.sum(-1, keepdim=True) > 1)
-        shorter = {**base, key: torch.where(ends, torch.zeros_like(base[key]), base[key])}
-        yield from _one(probe, base, shorter, ", the last real token hidden")
+def _hidden(probe: Probe, base: edits.Batch, key: str) -> Iterator[Change]:
+    """Fewer visible tokens; then without the last one, where only the end of a row is read from a mask (a score at the
+    last token of a causal model)."""
+    seen = base[key] != 0
+    place, count = seen.cumsum(-1), seen.sum(-1, keepdim=True)
+    odd, ends = seen & (place % 2 == 1) & (place < count), seen & (place == count) & (count > 1)
+    for hidden, how in ((odd, ", every second real token hidden"), (ends, ", the last real token hidden")):
+        if bool(hidden.any()):
+            fewer = torch.where(hidden, torch.zeros_like(base[key]), base[key])
+            yield from _one(probe, base, {**base, key: fewer}, how)
 
 
-def _other_context(probe: Probe, batch: edits.Batch, role: str) -> tuple[edits.Batch, str] | None:
-    """Other tokens, or fewer visible ones, where no loss is taken and some follows (anywhere if that is unknown), and
-    where they are."""
-    step = probe.step
-    value = step.value(role)
-    if value is None or value.ndim != 2:
-        return None
-    if role.endswith("attention"):
-        seen = value != 0
-        hidden = seen & (seen.cumsum(-1) % 2 == 1) & (seen.cumsum(-1) < seen.sum(-1, keepdim=True))
-        fewer = torch.where(hidden, torch.zeros_like(value), value)
-        return ({**batch, step.roles[role]: fewer}, ", every second real token hidden") if bool(hidden.any()) else None
+def _text(probe: Probe, base: edits.Batch, role: str) -> Rows:
+    """Other tokens where no loss is taken and some follows; where these do not matter, other tokens anywhere."""
+    key = probe.step.roles[role]
+    if base[key].ndim != 2:
+        return
+    real = _real(probe.step, role)
+    if (context := _context(probe.step, base, role, real)) is not None:
+        where = ", in the tokens without a loss that supervised ones follow"
+        before = probe.matters(
+            f"context in {role} ({key})", _one(probe, base, _other_tokens(probe.step, base, role, context), where),
+            f"Other tokens in {key!r} before the supervised ones leave the gradient unchanged: the model is given "
+            "other tokens, it does not attend to them, or each label is predicted from its own token (labels that are "
+            "not shifted). It is right where the context is read from another tensor.",
+        )  # fmt: skip
+        if before.outcome == "holds":
+            yield replace(before, subject=f"input {role} ({key})")
+            return
+        yield before.doubtful()
+    other = _one(probe, base, _other_tokens(probe.step, base, role, real))
+    yield probe.matters(f"input {role} ({key})", other, _meaning(role, key))
+
+
+def _real(step: Step, role: str) -> Tensor:
+    value: Tensor = step.batch[step.roles[role]]
     shown = step.value(f"{role}_attention" if role in edits.SIDES else "attention")
-    real = shown != 0 if shown is not None and shown.shape == value.shape else torch.ones_like(value, dtype=torch.bool)
-    on = step.value(f"{role}_mask") if role in ("chosen", "rejected") else edits.supervised(step, batch)
-    where = ""
-    if on is not None and on.shape[0] == value.shape[0] and value.shape[1] - on.shape[1] in (0, 1):
-        # Only the context: a token that is also a target would matter through the target alone.
-        predicts = torch.nn.functional.pad(on != 0, (value.shape[1] - on.shape[1], 0))
-        ahead = edits.ahead(step)
-        target = torch.nn.functional.pad(predicts, (1, -1)) if ahead else predicts
-        # Packed rows have prompts after answers too, so any token that some answer of its document follows is one.
-        follows = torch.ones_like(predicts[:1, :, None] | predicts[:1, None, :]).triu(0 if ahead else 1)
-        documents = step.value("documents")
-        if documents is not None and documents.shape == value.shape:
-            follows = follows & (documents[:, :, None] == documents[:, None, :])
-        context = real & ~target & (follows & predicts[:, None, :]).any(-1)
-        if bool(context.any()):
-            real, where = context, ", in the tokens without a loss that supervised ones follow"
-    # Rows of one prompt share their context, so tokens are drawn from the whole batch.
+    fits = shown is not None and shown.shape == value.shape
+    return shown != 0 if shown is not None and fits else torch.ones_like(value, dtype=torch.bool)
+
+
+def _context(step: Step, batch: edits.Batch, role: str, real: Tensor) -> Tensor | None:
+    """Where no loss is taken and some follows; None where that is not known, or nowhere. A token that is also a target
+    would matter through the target alone."""
+    width = real.shape[1]
+    on = step.value(f"{role}_mask") if role in edits.SIDES else edits.supervised(step, batch)
+    if on is None or on.shape[0] != real.shape[0] or width - on.shape[1] not in (0, 1):
+        return None
+    predicts = torch.nn.functional.pad(on != 0, (width - on.shape[1], 0))
+    ahead = edits.ahead(step)
+    target = torch.nn.functional.pad(predicts, (1, -1)) if ahead else predicts
+    # Packed rows have prompts after answers too, so any token that some answer of its document follows is one.
+    follows = torch.ones_like(predicts[:1, :, None] | predicts[:1, None, :]).triu(0 if ahead else 1)
+    documents = step.value("documents")
+    if documents is not None and documents.shape == real.shape:
+        follows = follows & (documents[:, :, None] == documents[:, None, :])
+    context = real & ~target & (follows & predicts[:, None, :]).any(-1)
+    return context if bool(context.any()) else None
+
+
+def _other_tokens(step: Step, batch: edits.Batch, role: str, where: Tensor) -> edits.Batch:
+    """Rows of one prompt share their context, so tokens are drawn from the whole batch."""
+    value: Tensor = batch[step.roles[role]]
     order = torch.randperm(value.numel(), generator=edits.generator(step, 55)).to(value.device)
-    other = value.flatten()[order].reshape(value.shape)
-    return {**batch, step.roles[role]: torch.where(real, other, value)}, where
+    return {**batch, step.roles[role]: torch.where(where, value.flatten()[order].reshape(value.shape), value)}
 
 
 def _never_read(probe: Probe) -> Rows:

@@ -53,4 +53,4 @@ def check(probe: Probe) -> Rows:
     )  # fmt: skip
 
 
-LAW = Law("NLL", "likelihood", __doc__, check, quick=False, tier="contrib", when=imitates, perturbed=True)
+LAW = Law("NLL", "likelihood", __doc__, check, quick=False, when=imitates, perturbed=True)

@@ -54,6 +54,6 @@ def check(probe: Probe) -> Rows:
 
 
 LAW = Law(
-    "MR-PAIR", "pair metrics", __doc__, check, quick=False, tier="contrib",
+    "MR-PAIR", "pair metrics", __doc__, check, quick=False,
     when=lambda step: {"chosen", "rejected"} <= step.roles.keys() and step.pairwise,
 )  # fmt: skip

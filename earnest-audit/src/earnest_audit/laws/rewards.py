@@ -98,7 +98,7 @@ def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
 
 
 LAW = Law(
-    "PG-REWARD", "rewards", __doc__, check, quick=False, tier="contrib", perturbed=True,
+    "PG-REWARD", "rewards", __doc__, check, quick=False, perturbed=True,
     when=lambda step: step.kind == "policy gradient" and "rewards" in step.roles,
     asks=((BETTER, "logprobs=lambda model, batch: …", lambda step: step.logprobs is not None),),
 )  # fmt: skip

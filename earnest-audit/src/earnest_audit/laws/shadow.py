@@ -5,6 +5,8 @@ How: A copy of the model in float64 runs the same batch: as it is, with outputs 
 (log-probs of the batch follow), and with pairs far from their references.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
+Warns: Far out, where the gradient is finite and half of it or more is there: what is left of it is less exact, as in
+1 - p for a p next to 1.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
 """
 
@@ -31,6 +33,7 @@ FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
 MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
 SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is at its end by design
 LOST = 1e-2  # of the gradient: what rounding may change where log-probs or margins are large
+SHARE = 0.5  # of the float64 gradient: with less of it far out, training is lost there
 INFINITE = "the float64 shadow is not finite either"
 
 
@@ -136,12 +139,14 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
         why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
     if why:
         return LAW.not_applicable(what, why)
-    return probe.fair(LAW.agrees(
+    row = probe.fair(LAW.agrees(
         what, change, min(0.5, max(room, units * own)),
         "The step loses its gradient to rounding or overflow: log(softmax(x)), log(sigmoid(x)) or log(1 - p) far out, "
         "an eps that is 0 in this dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (log_softmax, "
         "logsigmoid, log1mexp, logsumexp).", "float64 differs by {}",
     ))  # fmt: skip
+    lost = not mine.finite() or mine.norm() < SHARE * theirs.norm()
+    return row if usual or lost else row.doubtful("Most of the gradient is there: it is less exact than it could be.")
 
 
 def _units(model: nn.Module) -> float:

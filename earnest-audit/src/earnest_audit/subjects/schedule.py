@@ -13,6 +13,7 @@ from earnest_audit.verdict import Finding
 ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
 EXACT = 1e-9  # of the peak: a rate of 0, up to rounding
 RANKS = 4
+MIDDLE = "half way"
 
 
 @dataclass
@@ -34,6 +35,7 @@ class Schedule(Subject, name="schedule"):
     Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a
     quarter of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change. With
     restarts the warm-up ends at the first fall, and the floor is checked after the last rise.
+    Warns: Where the rate is at its end half way: some schedules are there by design.
     Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all
     groups), a decay to 0 where a floor is declared
     """
@@ -58,7 +60,8 @@ class Schedule(Subject, name="schedule"):
         for number, (rates, peak, final, warmup) in enumerate(zip(groups, peaks, finals, warmups, strict=True)):
             of = f" (group {number})" if len(groups) > 1 else ""
             for subject, measured, expected, holds, meaning in self._group(rates, peak, final, warmup):
-                yield self.finding(f"{subject}{of}", measured, expected, holds, meaning)
+                row = self.finding(f"{subject}{of}", measured, expected, holds, meaning)
+                yield row.doubtful() if subject == MIDDLE else row
         if self.warmup is None:
             yield self.not_declared("warm-up", "warmup=…, in optimizer steps,")
         equal = "equal" if one == many else "different"
@@ -88,7 +91,7 @@ class Schedule(Subject, name="schedule"):
         )  # fmt: skip
         if not self.restarts:
             yield (
-                "half way", f"{middle:.3g}", "between the peak and the end",
+                MIDDLE, f"{middle:.3g}", "between the peak and the end",
                 low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2),
                 "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
             )  # fmt: skip

@@ -39,11 +39,11 @@ export const plural = (count, word) => `${count} ${word}${count === 1 ? "" : "s"
 
 export function findings(list) {
   // Rows of a verdict: what was measured, what was expected, what a failure means.
-  const tones = { holds: "good", fails: "bad" };
+  const tones = { holds: "good", fails: "bad", warns: "warn" };
   const rows = list.map((f) => el("tr", {},
     el("th", { scope: "row" }, f.law === "gate" ? f.subject : `${f.law} · ${f.subject}`),
     el("td", {}, f.measured, f.expected ? el("span", { class: "soft" }, ` (expected: ${f.expected})`) : null,
-      f.outcome === "fails" && f.meaning ? el("div", { class: "soft" }, f.meaning) : null),
+      tones[f.outcome] && f.meaning ? el("div", { class: "soft" }, f.meaning) : null),
     el("td", {}, badge(tones[f.outcome] ?? "quiet", f.outcome))));
   return el("table", { class: "findings" }, el("thead", {}, el("tr", {}, ...["what", "measured", "verdict"].map((t) => el("th", { scope: "col" }, t)))), el("tbody", {}, rows));
 }
