@@ -113,7 +113,8 @@ def earnest(thing: Any) -> Found:
         value = getattr(thing, field.name)
         empty = value is None or (isinstance(value, Mapping | Sequence) and not value)
         lines += field.name not in others and value is not field.default and not empty
-    return [f"{f.law}: {f.subject}" for f in verdict.failures], [], lines
+    failed, warned = ([f"{f.law}: {f.subject}" for f in rows] for rows in (verdict.failures, verdict.warnings))
+    return failed, warned, lines
 
 
 def guardtower(thing: Any) -> Found:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.audit_blind import failures
+from benchmarks.audit_blind import judged
 from tests.audit.blind2026 import CASES, RIGHT
 from tests.audit.blind2026.base import Case, Right
 
@@ -27,12 +27,12 @@ def test_every_case_is_published() -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: c.id)
 def test_a_defect_is_seen_as_published(case: Case) -> None:
     published = DEFECTS[case.id]
-    assert bool(set(failures(lambda: case.make(True))) - set(published["fixed"])) >= bool(published["seen"])
-    assert set(failures(lambda: case.make(False))) <= set(published["fixed"])
+    assert bool(set(judged(lambda: case.make(True))[0]) - set(published["fixed"])) >= bool(published["seen"])
+    assert set(judged(lambda: case.make(False))[0]) <= set(published["fixed"])
 
 
 @pytest.mark.slow
 @pytest.mark.may_not_be_checked
 @pytest.mark.parametrize("one", RIGHT, ids=lambda r: r.id)
 def test_a_right_step_raises_no_new_alarm(one: Right) -> None:
-    assert set(failures(one.make)) <= set(STEPS[one.id]["alarms"])
+    assert set(judged(one.make)[0]) <= set(STEPS[one.id]["alarms"])

@@ -104,8 +104,9 @@ class Law(Reporter):
         """Its page of documentation, in markdown."""
         lines = [f"## {self.code}: {self.name}", f"Tier: {self.tier}.", self.sentence]
         lines += [f"```text\n{self.sections['body']}\n```"] if self.sections["body"] else []
-        return "\n\n".join([*lines, *(
-            f"**{title}.** {self.sections[title]}" for title in SECTIONS if title in self.sections)])
+        return "\n\n".join(
+            [*lines, *(f"**{title}.** {self.sections[title]}" for title in SECTIONS if title in self.sections)]
+        )
 
 
 def not_declared(code: str, subject: str, what: str) -> Finding:
