@@ -20,6 +20,7 @@ from tests.audit.steps import (
     Tiny,
     grpo_loss,
     logprobs,
+    policy_batch,
     policy_step,
     sft_step,
     token_batch,
@@ -182,3 +183,23 @@ def test_a_row_of_a_sample_of_positions_has_the_number_of_all() -> None:
     count = int((step.batch["labels"] != -100).sum())
     (row,) = [f for f in audit(step, laws=[coverage.LAW]).findings if f.subject == coverage.POSITIONS]
     assert row.measured.startswith(f"3 of {count} positions tried, 3 matter"), row.measured
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_clipped_tokens_are_not_missing_where_the_step_makes_its_own_advantages(cut: bool) -> None:
+    """Neither advantages nor log-probs are declared: wide clips show which tokens have a slope."""
+
+    def loss(model: nn.Module, batch: Data, clip: float) -> Tensor:
+        advantages = batch["rewards"] - batch["rewards"].mean()
+        mask = batch["mask"].clone()
+        if cut:
+            mask[:, -1] = 0
+        ratio = (logprobs(model, batch) - batch["old"]).exp()
+        return (clipped(ratio, advantages[:, None], clip) * mask).sum() / mask.sum()
+
+    model = Tiny()
+    batch = {**policy_batch(model), "rewards": torch.tensor([1.0, 0.0, 0.5, -1.0, 2.0])}
+    batch["old"][:, -2] -= 1.5 * (batch["rewards"] > 0.5)  # ratios beyond the clip, in rows of a good reward
+    roles: dict[Any, str] = {"ids": "ids", "mask": "mask", "behaviour": "old", "rewards": "rewards"}
+    step = Step(model, loss, batch, roles, settings={"clip": 0.2}, rows_interact=True)
+    assert outcome(step, coverage.LAW, EVERY) == ("fails" if cut else "holds")

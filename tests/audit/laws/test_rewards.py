@@ -148,3 +148,20 @@ def test_a_baseline_makes_advantages_of_rewards(sign: float) -> None:
     step.roles = {**{k: v for k, v in roles.items() if k != "rewards"}, "advantages": "rewards"}
     verdict = audit(step, laws=[on_policy.LAW])
     assert bool(verdict.failures) == (sign < 0), str(verdict)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_row_that_is_left_out_of_the_loss_counts_in_the_baseline(sign: float) -> None:
+    """The worst row is truncated: its reward moves the others alone, and the next row is tried."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float) -> Tensor:
+        a = sign * (b["rewards"] - b["rewards"].mean())[:, None]
+        return mean(clipped((logprobs(model, b) - b["old"]).exp(), a, clip), b["mask"] * ~b["truncated"][:, None])
+
+    model = Tiny()
+    batch = {**policy_batch(model), "rewards": torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0])}
+    batch["truncated"] = torch.tensor([False, True, False, False, False])
+    step = Step(model=model, loss=loss, batch=batch, roles=ROLES, settings={"clip": 0.2}, rows_interact=True)
+    step.logprobs = logprobs
+    (found,) = audit(step, laws=[rewards.LAW]).findings
+    assert found.subject == BETTER and found.outcome == ("holds" if sign > 0 else "fails"), found

@@ -4,7 +4,7 @@ Needs: roles mask or labels; ids and tokenizer to show the span
 How: The loss has a derivative by the signal of a supervised token. Where it has none, or no signal has one value per
 token, it has a gradient where that token is the only supervised one; the first and the last of a row, and the last of
 another, are tried.
-Exceptions: A clipped token has a zero gradient by design under one sign of its advantage, so both signs are tried. Rows
+Exceptions: A clipped token has a zero gradient by design, so wide clips and both signs of its advantage are tried. Rows
 of advantage 0 are left out. A loss that drops tokens on purpose declares drops_tokens=True. Where rows interact (a
 mean over all tokens is taken off), one token alone may have none.
 Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
@@ -12,7 +12,7 @@ Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens maske
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 ROWS = 2
+UNCLIPPED = 1e3  # a clip range that no ratio of a batch leaves
 POSITIONS = "every supervised position"
 
 
@@ -104,14 +105,24 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
 
 
 def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
-    """Where the loss has a derivative by a signal with one value per token; None where there is no such signal, or
-    where labels mark the tokens."""
-    for role in ("advantages", "behaviour", "teacher") if "labels" not in probe.step.roles else ():
-        value = probe.step.value(role)
-        if value is not None and value.is_floating_point() and value.shape[:2] == flat.shape:
-            slope = probe.slopes([role], probe.step.batch).inputs[role]
-            return torch.zeros_like(flat) if slope is None else (slope != 0).reshape(*flat.shape, -1).any(-1)
+    """Where the loss has a derivative by a signal with one value per token, also with clips so wide that none acts;
+    None where there is no such signal, or where labels mark the tokens."""
+    step = probe.step
+    for role in ("advantages", "behaviour", "teacher") if "labels" not in step.roles else ():
+        value = step.value(role)
+        if value is None or not value.is_floating_point() or value.shape[:2] != flat.shape:
+            continue
+        shown = _slope(probe, role, flat)
+        if step.clips and bool((flat & ~shown).any()):
+            with probe.may_refuse(POSITIONS, f"{', '.join(step.clips)} = {UNCLIPPED:g} cannot be run"):
+                shown = shown | _slope(probe, role, flat, dict.fromkeys(step.clips, UNCLIPPED))
+        return shown
     return None
+
+
+def _slope(probe: Probe, role: str, flat: Tensor, knobs: Mapping[str, float] | None = None) -> Tensor:
+    slope = probe.slopes([role], probe.step.batch, knobs).inputs[role]
+    return torch.zeros_like(flat) if slope is None else (slope != 0).reshape(*flat.shape, -1).any(-1)
 
 
 def _predicted(step: Step, on: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ a row at the reference, not above it          is raised (a KL in the reward is a
 Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role reference for the KL
 How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
 compared with that row's ∇Σlp.
-Exceptions: Only reward values that occur are used, since some estimators divide by a mean.
+Exceptions: Only reward values that occur are used, since some estimators divide by a mean. A row that the loss leaves
+out has no weight, and the next is tried.
 Detects: a baseline with the wrong sign, a KL that is added to the reward (TRL #463)
 """
 
@@ -20,9 +21,11 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient, span
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
+ROWS = 3  # so many rows are tried where the loss leaves rows out
 BETTER = "a better reward raises its row"
 
 
@@ -31,8 +34,12 @@ def check(probe: Probe) -> Rows:
     rewards = step.batch[step.roles["rewards"]]
     if rewards.ndim != 1 or len(rewards) < 2:
         raise Ends(LAW.not_applicable("rewards", "not one per row, or of one row"))
-    row, scores = _scores(probe)
-    yield _better(probe, row, scores)
+    for row in _worst(probe):
+        scores = _scores(probe, row)
+        better = _better(probe, row, scores)
+        if better.outcome != "not applicable":
+            break
+    yield better
     if "reference" in step.roles:
         yield from _reference(probe, row, scores)
 
@@ -73,28 +80,36 @@ def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Row
 def _raised(
     probe: Probe, subject: str, worse: Gradient, better: Gradient, scores: tuple[Gradient, Gradient], meaning: str
 ) -> Finding:
-    """Of -Δ∇L = α·∇Σlp(row) + β·∇Σlp(the others) + …, α is above 0. Rows may be alike, so a failure needs the plain
-    cosine below 0 as well."""
+    """Of -Δ∇L = α·∇Σlp(row) + β·∇Σlp(the others) + …, α is above 0. It is next to 0 where the loss leaves the row out.
+    Rows may be alike, so a failure needs the plain cosine below 0 as well."""
     change = worse.minus(better)
     size = change.norm()
     if not math.isfinite(size) or size <= probe.tolerance * max(worse.norm(), better.norm()):
         return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
     cosine, share = change.cosine(scores[0]), span(change, *scores)
     weight = share.alpha * share.lengths[0]
+    if abs(weight) <= NEAR:
+        return LAW.not_applicable(subject, f"weight {weight:+.2g} of the row's own ∇Σlp", "The loss leaves it out.")
     measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2g}"
-    return LAW.finding(subject, measured, "not both below 0", not (weight < 0 and cosine < 0), meaning)
+    return LAW.finding(subject, measured, f"not both below {-NEAR:g}", not (weight < -NEAR and cosine < -NEAR), meaning)
 
 
-def _scores(probe: Probe) -> tuple[int, tuple[Gradient, Gradient]]:
-    """The row of the least reward that has supervised tokens, and ∇Σlp of it and of all others."""
+def _worst(probe: Probe) -> list[int]:
+    """The rows of the least reward that have supervised tokens, the worst first."""
+    step, batch = probe.step, on_policy(probe)
+    trained = edits.taken(step, probe.now(), batch).flatten(1).any(-1)
+    order = batch[step.roles["rewards"]].float().argsort(stable=True).tolist()
+    return [row for row in order if trained[row]][:ROWS] or order[:1]
+
+
+def _scores(probe: Probe, row: int) -> tuple[Gradient, Gradient]:
+    """∇Σlp of the row and of all others."""
     step, batch = probe.step, on_policy(probe)
     now = probe.forward(step.logprobs, batch)
     mask = edits.taken(step, now, batch)
-    totals = batch[step.roles["rewards"]].float()
-    row = int(torch.where(mask.flatten(1).any(-1), totals, torch.full_like(totals, torch.inf)).argmin())
     mine = torch.zeros_like(mask)
     mine[row] = mask[row]
-    return row, (probe.pull((mine * now).sum(), retain=True), probe.pull(((mask - mine) * now).sum()))
+    return probe.pull((mine * now).sum(), retain=True), probe.pull(((mask - mine) * now).sum())
 
 
 LAW = Law(
