@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Metric, Step, audit
+from earnest_audit import Metric, Setting, Step, audit
 from earnest_audit.law import Law
 from earnest_audit.laws import (
     liveness,
@@ -298,8 +298,10 @@ def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() 
         odds = -F.logsigmoid(gap).mean()
         return -(logprobs(model, row) * shown).sum() / shown.sum() + lam * odds, {"odds": odds}
 
-    step = _unreferred(loss, settings={"lam": 0.3}, metrics={"odds": Metric(weight="lam")})
-    assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"
+    weighed = _unreferred(loss, settings={"lam": 0.3}, metrics={"odds": Metric(weight="lam")})
+    without_metric = _unreferred(loss, settings={"lam": Setting(0.3, "weight")})
+    for step in (weighed, without_metric):
+        assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"
 
 
 @pytest.mark.parametrize("twice", [False, True])

@@ -46,6 +46,24 @@ def test_accumulation_knows_autocast() -> None:
     assert failed(accumulation(torch.float32, wrong=True, auto=True))
 
 
+@pytest.mark.parametrize("only_the_last", [False, True])
+def test_the_cut_avoids_parts_without_a_gradient(only_the_last: bool) -> None:
+    """open-instruct #1498. The first row has no target: cut off alone, it would show nothing."""
+    step = sft_step()
+    step.batch["labels"][0] = -100
+
+    def accumulate(model: nn.Module, batches: Any) -> None:
+        counts = [int((b["labels"][:, 1:] != -100).sum()) for b in batches]
+        for batch, count in zip(batches, counts, strict=True):
+            if only_the_last:
+                model.zero_grad()
+            (sft_loss(model, batch)[0] * count / sum(counts)).backward()
+
+    assert failed(Accumulation(step.model, accumulate, step.batch)) == (
+        {"micro-batches of [2, 3] rows"} if only_the_last else set()
+    )
+
+
 def test_texts_are_cut_with_their_rows() -> None:
     right = accumulation(torch.float32)
     inner, right.batch = right.accumulate, {**right.batch, "texts": [str(i) for i in range(5)], "name": "a batch"}

@@ -140,6 +140,16 @@ def test_a_schedule_that_is_over_before_the_run_is_seen() -> None:
         assert failed(Schedule(held, 1.0, 0.1, warmup=5, ends=ends)) == {"the last steps"}
 
 
+@pytest.mark.parametrize("length", [30, 20])
+def test_a_cosine_that_is_held_just_above_its_end(length: int) -> None:
+    """DINO's table has one entry per step, at i / n: the last one is just above the end, and is held after it."""
+
+    def rates(total: int, _: int) -> list[float]:
+        return [0.5 + 0.5 * math.cos(math.pi * min(k, length - 1) / length) for k in range(total)]
+
+    assert failed(Schedule(rates, 1.0, 0.0, ends=30)) == (set() if length == 30 else {"the last steps"})
+
+
 def test_every_rank_has_the_same_rate() -> None:
     """nanochat #857: each rank counts its own progress."""
 

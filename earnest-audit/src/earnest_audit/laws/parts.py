@@ -2,15 +2,13 @@
 
 Every declared term is switched off, and ``pure`` settings are set; where nothing is left then (α·KL + β·CE with both
 weights declared), or where the rest is not what is asked about (ORPO: the likelihood has weight 1, the preference λ),
-each term is taken by itself: the loss with it less the loss without. A weight whose term has no metric is one of them
-where nothing else is left: the loss is then that one term.
+each term is taken by itself: the loss with it less the loss without. Those whose weight has no metric come last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 from earnest_audit.gradient import Gradient
@@ -42,13 +40,9 @@ class Part:
 
 def parts(probe: Probe) -> Iterator[Part]:
     """What is left with every declared term off, then each term by itself."""
-    yield Part({**probe.step.terms_off, **probe.step.pure})
-    yield from _terms(probe, probe.step.weights.values())
-
-
-def _terms(probe: Probe, weights: Iterable[str]) -> Iterator[Part]:
     quiet = {**probe.step.terms_off, **probe.step.pure}
-    for knob in (k for k in weights if k not in probe.step.pure):
+    yield Part(quiet)
+    for knob in (k for k in (*probe.step.weights.values(), *probe.step.switches) if k not in probe.step.pure):
         yield Part({**quiet, knob: STRONG * (float(probe.step.knobs[knob]) or 1.0)}, quiet)
 
 
@@ -67,7 +61,7 @@ def weakest(
 ) -> RelativeGradient | None:
     """The first part that has a gradient on ``usual`` and none on ``same``; else the first that has one at all."""
     first: RelativeGradient | None = None
-    for part in chain(parts(probe), _terms(probe, probe.step.switches)):
+    for part in parts(probe):
         try:
             present = part.gradient(probe, usual)
         except Exception:

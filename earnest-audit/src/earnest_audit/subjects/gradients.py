@@ -109,17 +109,19 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
     stateful: bool = False
 
     def check(self) -> Iterator[Finding]:
-        split, parts = _cut(self.batch, self.split)
-        subject, expected, meaning = f"{self.what} of {split} rows", "≤ {}", PARTS
-        if self.rows_interact:  # equal micro-batches still have the gradient of one, up to a factor
+        if self.rows_interact:
             why = "Rows interact by declaration: parts may have another gradient."
-            yield self.not_applicable(subject, "not checked", why)
-            parts = [dict(self.batch), dict(self.batch)]
-            subject, expected, meaning = f"the batch twice, as {self.what}", "≤ {}, up to a factor", COPIES
+            yield self.not_applicable(f"uneven {self.what}", "not checked", why)
         with without_dropout(self.model):  # other parts would get other masks
             with noticing(self.model) as seen:
                 whole, again = self._gradient([self.batch]), self._gradient([self.batch])
             twice = self._twice(whole, again, seen)
+            if self.rows_interact:  # equal micro-batches still have the gradient of one, up to a factor
+                parts = [dict(self.batch), dict(self.batch)]
+                subject, expected, meaning = f"the batch twice, as {self.what}", "≤ {}, up to a factor", COPIES
+            else:
+                split, parts = _cut(self.batch, self.split, lambda part: self._gradient([part]))
+                subject, expected, meaning = f"{self.what} of {split} rows", "≤ {}", PARTS
             found = self._gradient(parts)
             room, _ = self._room(whole, seen, lambda: self._gradient([self.batch]))
         room, factor = max(room, 8 * whole.distance(again)), found.best_scale(whole)
@@ -186,11 +188,11 @@ class Update(_Gradients, Subject, name="update"):
             yield from list(self._check())
 
     def _check(self) -> Iterator[Finding]:
-        _, parts = _cut(self.batch, self.split)
+        _, parts = _cut(self.batch, self.split, self._wanted)
         with noticing(self.model) as seen:
-            wanted = self._wanted()
+            wanted = self._wanted(self.batch)
         norm = wanted.norm()
-        room, unit = self._room(wanted, seen, self._wanted)
+        room, unit = self._room(wanted, seen, lambda: self._wanted(self.batch))
         trains = math.isfinite(norm) and norm > 0
         why = "The loss has no gradient here, so what the optimizer is given cannot be judged."
         yield self.finding("the whole batch's gradient", f"norm {norm:.3g}", "finite and above 0", trains, why)
@@ -198,7 +200,8 @@ class Update(_Gradients, Subject, name="update"):
             return
         with restored(self.model, self.optimizer):
             free = self._handed(parts, 4 * (norm + STABILISER))
-            yield self._row("handed gradient, no clip", free, wanted, room, ANOTHER)
+            first = self._row("handed gradient, no clip", free, wanted, room, ANOTHER)
+            yield first
         if free is None:
             return
         # The same parts on the same weights: what the cut alone did is the room of what follows, where that is less.
@@ -209,9 +212,11 @@ class Update(_Gradients, Subject, name="update"):
             meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
             clipped = meant[0] if handed is None else min(meant, key=handed.distance)
             yield self._row("handed gradient, clip at half its norm", handed, clipped, near, CLIPPED)
+        if first.outcome == "fails":
+            return  # the next update would fail for the same reason
         with restored(self.model, self.optimizer):
             self._handed(parts, 4 * (norm + STABILISER))
-            after = self._wanted()
+            after = self._wanted(self.batch)
             handed = self._handed(parts, 4 * (norm + STABILISER), clear=False)
             near *= max(1.0, norm / max(after.norm(), 1e-300))  # a shorter one is coarser, relatively
             yield self._row("handed gradient, the next update", handed, after, min(TWICE, near), LAST)
@@ -237,20 +242,33 @@ class Update(_Gradients, Subject, name="update"):
             handle.remove()
         return seen[0] if len(seen) == 1 else None
 
-    def _wanted(self) -> Gradient:
+    def _wanted(self, batch: Mapping[str, Any]) -> Gradient:
         def act() -> None:
-            value: Tensor = result_of(self.loss(self.model, fresh(self.batch)))[0]
+            value: Tensor = result_of(self.loss(self.model, fresh(batch)))[0]
             if value.requires_grad:
                 value.backward()
 
         return self._made_by(act)
 
 
-def _cut(batch: Mapping[str, Any], split: Sequence[int] | None) -> tuple[list[int], list[dict[str, Any]]]:
-    """The numbers of rows of the parts (two uneven ones by default), and the parts; what has no rows (a number, a text)
-    goes with every part."""
+def _cut(
+    batch: Mapping[str, Any], split: Sequence[int] | None, gradient: Callable[[Mapping[str, Any]], Gradient]
+) -> tuple[list[int], list[dict[str, Any]]]:
+    """The numbers of rows of the parts, and the parts; what has no rows (a number, a text) goes with every part. By
+    default two uneven parts that both have a ``gradient``: a part without one shows nothing."""
     sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.ndim]
     rows = max(set(sizes), key=sizes.count)
-    first = max(1, rows // 4)
-    counts = list(split) if split is not None else [first, rows - first] if rows > 1 else [1]
-    return counts, [rows_of(batch, rows, places) for places in torch.arange(rows).split(counts)]
+    uneven = [[n, rows - n] for n in range(max(1, rows // 4), rows) if 2 * n != rows or rows == 2] or [[rows]]
+    cuts = uneven if split is None else [list(split)]
+    for counts in cuts:
+        parts = [rows_of(batch, rows, places) for places in torch.arange(rows).split(counts)]
+        if len(cuts) == 1 or all(_trains(gradient, part) for part in parts):
+            break
+    return counts, parts
+
+
+def _trains(gradient: Callable[[Mapping[str, Any]], Gradient], part: Mapping[str, Any]) -> bool:
+    try:
+        return gradient(part).norm() > 0
+    except Exception:  # a part that is refused alone may be legal among others
+        return True

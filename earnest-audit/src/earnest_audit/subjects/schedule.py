@@ -106,7 +106,8 @@ class Schedule(Subject, name="schedule"):
         at = self._top(one)
         rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
         if ends and final < peak and (final == 0 or self.ends is not None):
-            above = next((n for n, rate in enumerate(reversed(one)) if rate > final + EXACT * peak), len(one))
+            held = final if self.ends is None else max(final, one[-1])  # a cosine over i / n is held just above its end
+            above = next((n for n, rate in enumerate(reversed(one)) if rate > held + EXACT * peak), len(one))
             planned, allowed = len(one) if self.ends is None else self.ends, max(1, len(one) // 50)
             early = planned - 1 - (len(one) - above)
             reached = f"reached at step {len(one) - above + 1} of {len(one)}" if above else "never reached exactly"
