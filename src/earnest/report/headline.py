@@ -171,12 +171,10 @@ def summary(run_dir: str | Path) -> Table:
         )
         row("gain" if run.measure == "reward" else "change", f"{signed(change.gain)} ± {fixed(change.se)}")
     if verdict is not None:
-        fails = verdict.count("fails")
-        row(
-            "verdict",
-            f"{fails} of {len(verdict.checks)} fail" if fails else f"{verdict.count('holds')} hold",
-            "red" if fails else "",
-        )
+        fails, warns = verdict.count("fails"), verdict.count("warns")
+        found = f"{fails} of {len(verdict.checks)} fail" if fails else f"{verdict.count('holds')} hold"
+        found += f", {warns} warn" + "s" * (warns == 1) if warns else ""
+        row("verdict", found, "red" if fails else "yellow" if warns else "")
     for gap in run.gaps:
         row("note", gap, "yellow")
     return grid
