@@ -288,7 +288,7 @@ def test_a_warning_is_shown_in_every_format_and_is_no_failure() -> None:
     assert [child.tag for child in root[0][1]] == ["system-out"] and root.attrib["failures"] == "0"
     assert [r["level"] for r in json.loads(sarif(verdict))["runs"][0]["results"]] == ["warning"]
     text = markdown(verdict)
-    assert text.startswith("## ✅") and "1 checks hold, 1 warn, no law is broken." in text
+    assert text.startswith("## ✅") and "1 checks hold, 1 warns, no law is broken." in text
     assert "- ⚠️ **IG** on context in ids (`a b.py:9`)" in text
 
 

@@ -143,5 +143,9 @@ def test_wrong_calls_have_a_way_out() -> None:
         audit(step.model, step.loss, (step.batch["ids"],))  # type: ignore[arg-type]
     with pytest.raises(StepError, match=r"a model alone cannot be audited: give audit\(model, loss, batch\)"):
         audit(step.model)
-    with pytest.raises(StepError, match="give the loss, the batch and all declarations to Step"):
+    with pytest.raises(
+        StepError, match=r"audit\(Step\(…\)\) takes nothing beside the Step: give the loss and the batch to Step"
+    ):
         audit(step, logprobs)
+    with pytest.raises(StepError, match=r"give clip_low, final to Step\(…\)"):
+        audit(step, clip_low=0.2, final=1)

@@ -47,13 +47,15 @@ def audit(
             raise StepError("a model alone cannot be audited: give audit(model, loss, batch), or audit(Step(…)).")
         subject = infer(subject, loss, batch, **declared)
     elif loss is not None or batch is not None or declared:
-        raise StepError("give the loss, the batch and all declarations to Step(…), or call audit(model, loss, batch).")
+        what = ", ".join(declared) or "the loss and the batch"
+        name = type(subject).__name__
+        raise StepError(f"audit({name}(…)) takes nothing beside the {name}: give {what} to {name}(…).")
     RUNNING.append(subject)
     try:
         if isinstance(subject, Step):
             verdict = _step(subject, quick, laws, progress)
         else:
-            verdict = Verdict(tuple(subject.check()))
+            verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
     finally:
         RUNNING.pop()
     verdict = verdict.at((place_of(subject.loss) if isinstance(subject, Step) else "") or caller())
@@ -92,7 +94,7 @@ def _facts(step: Step) -> tuple[str, ...]:
 def checked(law: Law, probe: Probe) -> Iterator[Finding]:
     """What the law finds; where it raises, the rows up to there and one for the error. A contrib law only warns."""
     with nullcontext() if law.from_start else probe.active():
-        yield from (row if law.tier == "core" else row.doubtful() for row in _rows(law, probe))
+        yield from (row if law.tier == "core" else law.doubtful(row) for row in _rows(law, probe))
 
 
 def _rows(law: Law, probe: Probe) -> Iterator[Finding]:

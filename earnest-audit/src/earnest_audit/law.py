@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from typing import Any, Literal
 
@@ -72,7 +72,7 @@ class Law(Reporter):
     findings; a missing declaration gives "not declared", which is never a pass.
 
     ``tier``: "core" is true of every correct step and fails, "contrib" is a detector with known exceptions and warns.
-    Rows of a core law that have known exceptions are in its section "Warns".
+    Rows of a core law that have known exceptions are in its section "Warns", with the right steps that do the same.
     """
 
     code: str
@@ -86,6 +86,7 @@ class Law(Reporter):
     asks: tuple[Ask, ...] = ()
     perturbed: bool = False  # judged away from symmetric and zero states
     spare: float = 0.0  # step times that have to be left of the budget, where it is not always checked
+    declared: type | None = None  # the dataclass of its subject
 
     @cached_property
     def sections(self) -> dict[str, str]:
@@ -96,6 +97,10 @@ class Law(Reporter):
         named = {title: " ".join(part.split()) for title, part in zip(parts[::2], parts[1::2], strict=True)}
         return {"sentence": sentence, "body": body, **named}
 
+    def doubtful(self, row: Finding) -> Finding:
+        """A warning in place of a failure."""
+        return row.doubtful(self.sections.get("Warns", self.sections["Exceptions"]))
+
     @property
     def sentence(self) -> str:
         return self.sections["sentence"]
@@ -104,9 +109,20 @@ class Law(Reporter):
         """Its page of documentation, in markdown."""
         lines = [f"## {self.code}: {self.name}", f"Tier: {self.tier}.", self.sentence]
         lines += [f"```text\n{self.sections['body']}\n```"] if self.sections["body"] else []
+        lines += [f"**Declared as.** `{_call(self.declared)}`"] if self.declared else []
         return "\n\n".join(
             [*lines, *(f"**{title}.** {self.sections[title]}" for title in SECTIONS if title in self.sections)]
         )
+
+
+def _call(subject: Any) -> str:
+    """A subject with its fields and their defaults."""
+    each = [
+        f.name if f.default is f.default_factory is MISSING
+        else f"{f.name}={{}}" if f.default is MISSING else f"{f.name}={f.default!r}"
+        for f in fields(subject)
+    ]  # fmt: skip
+    return f"{subject.__name__}({', '.join(each)})"
 
 
 def not_declared(code: str, subject: str, what: str) -> Finding:

@@ -47,9 +47,9 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.law} on {self.subject}: {self.measured}, expected {self.expected}. {self.meaning}".rstrip()
 
-    def doubtful(self, why: str = "") -> Finding:
-        """A warning in place of a failure, with the reason for the doubt; every other row as it is."""
-        meaning = f"{self.meaning} {why}".strip()
+    def doubtful(self, right: str) -> Finding:
+        """A warning in place of a failure; every other row as it is. ``right``: which right steps do the same."""
+        meaning = f"{self.meaning} Right steps do the same: {right}".strip()
         return replace(self, outcome="warns", meaning=meaning) if self.outcome == "fails" else self
 
 
@@ -105,7 +105,11 @@ class Verdict:
 
     def strict(self) -> Verdict:
         """The verdict with every warning as a failure."""
-        rows = (replace(f, outcome="fails") if f.outcome == "warns" else f for f in self.findings)
+        rows = [
+            replace(f, outcome="fails", meaning=f"{f.meaning} (A warning, which is a failure in strict mode.)")
+            if f.outcome == "warns" else f
+            for f in self.findings
+        ]  # fmt: skip
         return replace(self, findings=tuple(rows))
 
     def to_dict(self) -> dict[str, Any]:

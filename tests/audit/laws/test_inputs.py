@@ -142,7 +142,7 @@ def test_the_sentence_on_ids_says_which_tokens_were_changed() -> None:
     rows = {f.subject: f for f in audit(Step(model, loss, batch, {"ids": "ids", "labels": "labels"}),
                                         laws=[inputs.LAW]).findings}  # fmt: skip
     context = rows["context in ids (ids)"]
-    assert context.outcome == "warns" and "in the tokens without a loss that supervised ones follow" in context.measured
+    assert context.outcome == "warns" and "in the tokens before the supervised ones" in context.measured
     assert "labels that are not shifted" in context.meaning and "at all" not in context.meaning
     assert rows["input ids (ids)"].outcome == "holds"
 

@@ -17,10 +17,10 @@ SCALE = 2.0**10
 
 
 FAULTS = {
-    "clip per micro-batch": "clip at half",  # lingua #59, transformers #1563
-    "clip before unscale": "clip at half",  # pytorch/examples #1196
-    "replicas counted twice": "clip at half",  # NeMo-RL #3788
-    "never clipped": "clip at half",
+    "clip per micro-batch": "a clip that binds",  # lingua #59, transformers #1563
+    "clip before unscale": "a clip that binds",  # pytorch/examples #1196
+    "replicas counted twice": "a clip that binds",  # NeMo-RL #3788
+    "never clipped": "a clip that binds",
     "mean of means": "no clip",
     "not unscaled": "no clip",
     "no zero_grad": "the next update",  # torchforge #71
@@ -116,7 +116,7 @@ def test_a_small_gradient_that_torch_clips_is_right(size: float) -> None:
     batch = {"x": torch.randn(8, 3, generator=torch.Generator().manual_seed(0))}
     assert audit(Update(model, optimizer, update, loss, batch)).holds
     never = Update(model, optimizer, lambda b, n: update(b, n, clips=False), loss, batch)
-    assert {f.subject for f in audit(never).failures} == {"handed gradient, clip at half its norm"}
+    assert {f.subject for f in audit(never).failures} == {"handed gradient, with a clip that binds"}
 
 
 def test_a_model_without_trainable_parameters_is_a_finding() -> None:

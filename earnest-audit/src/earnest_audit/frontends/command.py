@@ -6,8 +6,9 @@
 The options may come before or after the script. Before it, an unknown option is refused; all other arguments after the
 script are passed to it, and so is everything after `--`.
 
-Exit codes: 0 every law that was checked holds · 1 a law is broken, or nothing was checked · 2 the command is wrong,
-nothing in the script trained, or it raised or ended with an error before a law was broken · 130 Ctrl-C.
+Exit codes: 0 no law is broken (rows may warn) · 1 a law is broken, with --strict also where a row warns, or nothing was
+checked · 2 the command is wrong, nothing in the script trained, or it raised or ended with an error before a law was
+broken · 130 Ctrl-C.
 """
 
 from __future__ import annotations

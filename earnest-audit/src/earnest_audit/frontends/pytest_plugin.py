@@ -8,8 +8,9 @@
 
     pytest --audit                                # all tests are watched, with a report at the end
 
-If none of these is used, nothing is imported and nothing is watched. If ``--audit`` finds a broken law, an exit code of
-0 becomes 1; the tests keep their own outcomes.
+A row that warns becomes a warning of the test; ``audit_step(…, strict=True)``, ``@pytest.mark.audit(strict=True)`` and
+``pytest --audit-strict`` make a failure of it. If none of these is used, nothing is imported and nothing is watched. If
+``--audit`` finds a broken law, an exit code of 0 becomes 1; the tests keep their own outcomes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ if TYPE_CHECKING:  # torch is imported only where something is audited
     from earnest_audit.verdict import Finding, Verdict
 
 FOUND = pytest.StashKey[dict[str, dict[str, Any]]]()
-"""test -> its rows, whether its verdict holds, and its broken laws; only with ``--audit``."""
+"""test -> its rows, whether its verdict holds, its broken laws and its warnings; only with ``--audit``."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -34,14 +35,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--audit", action="store_true", dest="earnest_audit",
         help="watch every Trainer and optimizer loop that the tests create, and report broken laws at the end",
     )  # fmt: skip
+    group.addoption("--audit-strict", action="store_true", help="--audit, and warnings of the audit are broken laws")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "audit(quick=False): watch every Trainer and optimizer loop of this test, and fail it where a law is broken",
+        "audit(quick=False, strict=False): watch every Trainer and optimizer loop of this test, and fail it where a "
+        "law is broken (strict: also where one warns)",
     )
-    if config.getoption("earnest_audit"):
+    if config.getoption("earnest_audit") or config.getoption("audit_strict"):
         config.stash[FOUND] = {}
 
 
@@ -54,13 +57,19 @@ def audit_step() -> Callable[..., Verdict]:
         from earnest_audit import audit
 
         verdict = audit(*subject, **options)
-        _fail(verdict.strict() if strict else verdict)
+        _judge(verdict, strict)
         return verdict
 
     return audited
 
 
-def _fail(verdict: Verdict) -> None:
+def _judge(verdict: Verdict, strict: bool) -> None:
+    """Fail the test where a law is broken; else its warnings are shown in pytest's summary."""
+    import warnings
+
+    verdict = verdict.strict() if strict else verdict
+    for f in verdict.warnings:
+        warnings.warn(pytest.PytestWarning(f"the audit warns: {_line(f)}"), stacklevel=3)
     if not verdict.holds:
         lines = [_line(f) for f in verdict.failures] or ["nothing was checked: declare more of the step."]
         pytest.fail("the audit found a broken law:\n" + "\n".join(lines), pytrace=False)
@@ -92,9 +101,9 @@ def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
         return (yield)
     with _watching(quick=False) as watched:
         result = yield
-    judged = watched.verdict()
-    lines = list(dict.fromkeys(_line(f) for f in judged.failures))
-    found[item.nodeid] = {"rows": len(judged.findings), "holds": judged.holds, "broken": lines}
+    judged = watched.verdict().strict() if item.config.getoption("audit_strict") else watched.verdict()
+    broken, warned = (list(dict.fromkeys(map(_line, rows))) for rows in (judged.failures, judged.warnings))
+    found[item.nodeid] = {"rows": len(judged.findings), "holds": judged.holds, "broken": broken, "warned": warned}
     return result
 
 
@@ -104,9 +113,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     mark = item.get_closest_marker("audit")
     if mark is None:
         return (yield)
-    with _watching(**{"quick": False, **mark.kwargs}) as watched:
+    options = {"quick": False, "strict": False, **mark.kwargs}
+    with _watching(options["quick"]) as watched:
         result = yield
-    _fail(watched.verdict())
+    _judge(watched.verdict(), options["strict"])
     return result
 
 
@@ -134,13 +144,14 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
     terminalreporter.section("audit")
     judged = [test for test in found.values() if test["rows"]]
     for name, test in found.items():
-        if test["broken"]:
-            terminalreporter.write_line(name, red=True)
-        for line in test["broken"]:
+        if test["broken"] or test["warned"]:
+            terminalreporter.write_line(name, red=bool(test["broken"]), yellow=not test["broken"])
+        for line in (*test["broken"], *(f"warning: {line}" for line in test["warned"])):
             terminalreporter.write_line(f"  {line}")
-    broken, held = (sum(bool(test[what]) for test in judged) for what in ("broken", "holds"))
+    broken, held, warned = (sum(bool(test[what]) for test in judged) for what in ("broken", "holds", "warned"))
     terminalreporter.write_line(
-        f"{len(judged)} of {len(found)} tests train something: {broken} break a law, {held} hold, "
-        f"{len(judged) - broken - held} could not be judged. "
+        f"{len(judged)} of {len(found)} tests train something: {broken} break a law, {held} hold"
+        + (f" ({warned} with warnings)" if warned else "")
+        + f", {len(judged) - broken - held} could not be judged. "
         "Plain loops are watched only: their losses are not audited."
     )

@@ -48,7 +48,9 @@ def junit(verdict: Verdict) -> str:
             failure = ElementTree.SubElement(element, "failure", message)
             failure.text = _xml("\n".join(filter(None, (f.meaning, f.place))))
         elif f.outcome == "warns":
-            ElementTree.SubElement(element, "system-out").text = _xml(f"warning: {f}")
+            ElementTree.SubElement(element, "system-out").text = _xml(
+                "\n".join(filter(None, (f"warning: {f}", f.place)))
+            )
         elif f in skipped:
             ElementTree.SubElement(element, "skipped", {"message": _xml(f"{f.outcome}: {f.measured}. {f.meaning}")})
     ElementTree.indent(root)
@@ -96,6 +98,7 @@ def _rules(codes: Sequence[str]) -> list[dict[str, Any]]:
         rule: dict[str, Any] = {"id": code, "defaultConfiguration": {"level": "error"}}
         if (law := laws.get(code)) is not None:
             rule |= {"name": law.name, "shortDescription": {"text": law.sentence}}
+            rule["defaultConfiguration"]["level"] = "error" if law.tier == "core" else "warning"
             rule["help"] = {"text": law.sentence, "markdown": law.page()}
         else:
             rule["shortDescription"] = {"text": f"The check {code}."}
@@ -116,7 +119,7 @@ def markdown(verdict: Verdict) -> str:
     wrong = broken(verdict)
     held = sum(f.outcome == "holds" for f in verdict.findings)
     many = f"{len(wrong)} law{'' if len(wrong) == 1 else 's'} broken" if wrong else "no law is broken"
-    warned = f", {len(verdict.warnings)} warn" if verdict.warnings else ""
+    warned = f", {len(verdict.warnings)} warn{'s' * (len(verdict.warnings) == 1)}" if verdict.warnings else ""
     lines = [f"## {'❌' if wrong else '✅'} {verdict.title}", "", f"{held} checks hold{warned}, {many}.", ""]
     for mark, f in (*(("", f) for f in wrong), *(("⚠️ ", f) for f in verdict.warnings)):
         place = f" (`{f.place}`)" if f.place else ""

@@ -10,8 +10,7 @@ then all. Tensors without a role that the loss never reads are listed as "not de
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
-Warns: Where tokens matter, and those before the supervised ones do not: a model without a memory, or a prompt that is
-read from another tensor.
+Warns: (rows "context in …") a model that reads no earlier token, or a prompt that the loss reads from another tensor.
 Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534, openai/baselines #765
 (a clipped value loss that takes the smaller error)
 """
@@ -123,6 +122,11 @@ def _values(probe: Probe, base: edits.Batch, role: str, salt: int) -> Iterator[C
         other = edits.perturb(step, base, role, edits.generator(step, salt))
         change = probe.change(other, base, on)
         yield change, f", at {settings_text(on)} (it is 0)"
+    if role in ("values", "returns"):  # beyond the clip range of a critic
+        key = step.roles[role]
+        other = edits.perturb(step, base, role, edits.generator(step, salt))
+        beyond = base[key] + FAR * (other[key] - base[key])
+        yield probe.change({**base, key: beyond.to(base[key].dtype)}, base), ", far away"
     if role not in edits.LOGPROBS:
         yield change, ""
         return
@@ -219,17 +223,17 @@ def _text(probe: Probe, base: edits.Batch, role: str) -> Rows:
         return
     real = _real(probe.step, role)
     if (context := _context(probe.step, base, role, real)) is not None:
-        where = ", in the tokens without a loss that supervised ones follow"
+        where = ", in the tokens before the supervised ones"
         before = probe.matters(
             f"context in {role} ({key})", _one(probe, base, _other_tokens(probe.step, base, role, context), where),
             f"Other tokens in {key!r} before the supervised ones leave the gradient unchanged: the model is given "
             "other tokens, it does not attend to them, or each label is predicted from its own token (labels that are "
-            "not shifted). It is right where the context is read from another tensor.",
+            "not shifted).",
         )  # fmt: skip
         if before.outcome == "holds":
             yield replace(before, subject=f"input {role} ({key})")
             return
-        yield before.doubtful()
+        yield LAW.doubtful(before)
     other = _one(probe, base, _other_tokens(probe.step, base, role, real))
     yield probe.matters(f"input {role} ({key})", other, _meaning(role, key))
 

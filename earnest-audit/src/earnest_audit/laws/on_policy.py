@@ -9,8 +9,8 @@ How: Clips are widened; the gradient is rebuilt from the loss's derivative by th
 with ∇Σ A·lp, without logprobs in the logits that the model computes. What remains at advantages 0 is taken off first.
 Exceptions: A step that whitens its advantages over the batch declares rows_interact=True. Where the ratio is under a
 stop-gradient (value_is_loss=False), nothing is rebuilt.
-Warns: Where the gradient does not go through the declared log-probs: a loss may use them twice, or read the behaviour
-in a way that its slope is not the token's weight.
+Warns: (row "the gradient goes through …") a loss that uses its log-probs twice, or that depends on the behaviour's
+log-probs otherwise than by the ratio.
 Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283, a lost sign
 """
 
@@ -82,12 +82,12 @@ def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
     active = (edits.taken(probe.step, now).flatten(1) != 0).any(-1) & (a.reshape(len(a), -1) != 0).any(-1)
     if off > room and bool((active & (own.reshape(len(own), -1) == 0).all(-1)).any()):
         return LAW.not_applicable(THROUGH, "the loss does not read the behaviour of some rows (demonstrations)")
-    return LAW.finding(
+    return LAW.doubtful(LAW.finding(
         THROUGH, f"{factor:.3g} × -Σ (∂L/∂behaviour)·∇lp, up to {off:.2g}", f"up to {room:.1g}, factor above 0",
         off <= room and factor > 0,
         "The loss differentiates other log-probs than the declared function returns (a temperature that is not applied "
         "when they are recomputed, a second shift), or has another gradient path.",
-    ).doubtful()  # fmt: skip
+    ))  # fmt: skip
 
 
 def _raises_what_was_better(probe: Probe, gradient: Gradient, batch: edits.Batch, now: Tensor) -> Finding:

@@ -12,6 +12,8 @@ gradient; then the same for the sampler correction alone. The first needs no eva
 linearity check.
 Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
 gradient as a whole: neither is judged.
+Warns: V-trace, where the returns contain the ratios of later tokens, and losses with another power of the ratio by
+design.
 Detects: slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared ratio
 """
 

@@ -5,8 +5,8 @@ How: A copy of the model in float64 runs the same batch: as it is, with outputs 
 (log-probs of the batch follow), and with pairs far from their references.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
-Warns: Far out, where the gradient is finite and half of it or more is there: what is left of it is less exact, as in
-1 - p for a p next to 1.
+Warns: (far out, where half of the gradient or more is there) a form that loses digits only there, as 1 - p does for a p
+next to 1.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
 """
 
@@ -146,7 +146,7 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
         "logsigmoid, log1mexp, logsumexp).", "float64 differs by {}",
     ))  # fmt: skip
     lost = not mine.finite() or mine.norm() < SHARE * theirs.norm()
-    return row if usual or lost else row.doubtful("Most of the gradient is there: it is less exact than it could be.")
+    return row if usual or lost else LAW.doubtful(row)
 
 
 def _units(model: nn.Module) -> float:

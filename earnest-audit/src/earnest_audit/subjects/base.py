@@ -26,7 +26,7 @@ class Subject(Reporter):
     def __init_subclass__(cls, *, name: str) -> None:
         page = inspect.cleandoc(cls.__doc__ or "")
         cls.code = page.partition(":")[0]
-        cls.law = Law(cls.code, f"{name} ({cls.__name__})", page, cls.check)
+        cls.law = Law(cls.code, f"{name} ({cls.__name__})", page, cls.check, declared=cls)
 
     def check(self) -> Iterator[Finding]:
         """The rows of this subject's law."""

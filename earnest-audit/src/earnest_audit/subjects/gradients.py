@@ -30,7 +30,7 @@ COPIES = (
     "or micro-batches, and the others are not."
 )
 TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below
-BINDS = 0.5  # of the gradient's norm: a clip that does not bind hides where and how it is done
+BINDS = 0.05  # of the gradient's norm: below that of a part, whose own clip would bind too
 STABILISER = 1e-6  # what torch's clip_grad_norm_ adds to the norm before it divides
 ANOTHER = (
     "The optimizer is given another gradient than the whole batch's: a mean of means, a scale that is not taken off, "
@@ -167,8 +167,8 @@ class Update(_Gradients, Subject, name="update"):
     Needs: ``update(batches, max_grad_norm)`` makes one update of ``model`` by ``optimizer`` from these micro-batches:
     forward, backward, clip, step, and what clears the gradients. ``loss(model, batch)`` is a whole batch's loss. The
     model and the optimizer are restored; a schedule or a loss scale that ``update`` also moves is the caller's.
-    How: Measured when the optimizer steps: uneven micro-batches without a clip, with a clip at half the gradient's
-    norm, and the second of two updates. The tolerance is that of Accumulation.
+    How: Measured when the optimizer steps: uneven micro-batches (``split``) without a clip, with a clip at a
+    twentieth of the gradient's norm, and the second of two updates. The tolerance is that of Accumulation.
     Exceptions: torch divides by norm + 1e-6 when it clips, which shortens a small gradient: that is allowed.
     Detects: lingua #59 and transformers #1563 (a clip per micro-batch), pytorch/examples #1196 (a clip before the
     unscaling), NeMo-RL #3788 (replicas counted twice in the norm), torchforge #71 (no zero_grad)
@@ -211,7 +211,7 @@ class Update(_Gradients, Subject, name="update"):
             near = min(room, 4 * own)
             meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
             clipped = meant[0] if handed is None else min(meant, key=handed.distance)
-            yield self._row("handed gradient, clip at half its norm", handed, clipped, near, CLIPPED)
+            yield self._row("handed gradient, with a clip that binds", handed, clipped, near, CLIPPED)
         if first.outcome == "fails":
             return  # the next update would fail for the same reason
         with restored(self.model, self.optimizer):

@@ -22,20 +22,22 @@ class Schedule(Subject, name="schedule"):
     and for many and for every group; a declared warm-up happens once.
 
     lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its
-    end at k = total, not before, and is never below it after the peak; each parameter group has its own peak and end;
+    end at k = total (or at ``ends``), not before, and is never below it after the peak; each parameter group has its
+    own peak and end;
     another value of a setting gives other rates; ranks that average their gradients have one rate
 
     Needs: ``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak``, ``final`` and ``warmup`` may have one per group too.
-    ``warmup`` is the number of steps in which the rate rises, ``ends`` the step at which the final rate is reached,
-    where it is held for the rest of the run; ``restarts=True`` where it rises again after them by design.
-    ``settings`` (decay steps, a power, a floor) are handed to ``rates`` by name, and each has to matter.
+    ``warmup`` is the number of steps in which the rate rises. ``ends`` is the step at which the final rate is reached:
+    ``total``, or an earlier one where it is held for the rest of the run. ``restarts=True`` where the rate rises again
+    after the warm-up by design. ``settings`` (decay steps, a power, a floor) are numbers, handed to ``rates`` by name,
+    and each has to matter.
     ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
     How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
     Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a
     quarter of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change. With
     restarts the warm-up ends at the first fall, and the floor is checked after the last rise.
-    Warns: Where the rate is at its end half way: some schedules are there by design.
+    Warns: (row "half way") a schedule that is at its end early by design; ``ends`` declares when it is there.
     Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all
     groups), a decay to 0 where a floor is declared
     """
@@ -51,6 +53,8 @@ class Schedule(Subject, name="schedule"):
     of_rank: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]] | None = None
 
     def check(self) -> Iterator[Finding]:
+        if any(w > self.total for w in _row(self.warmup or 0)):
+            raise ValueError(f"warmup={self.warmup} is longer than the run of total={self.total} steps: give total=….")
         one, many = self._one(), list(self.rates(self.total, RANKS, **self.settings))
         why = "The schedule is stepped another number of times than there are updates."
         yield self.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
@@ -61,9 +65,11 @@ class Schedule(Subject, name="schedule"):
             of = f" (group {number})" if len(groups) > 1 else ""
             for subject, measured, expected, holds, meaning in self._group(rates, peak, final, warmup):
                 row = self.finding(f"{subject}{of}", measured, expected, holds, meaning)
-                yield row.doubtful() if subject == MIDDLE else row
+                yield self.law.doubtful(row) if subject == MIDDLE else row
         if self.warmup is None:
             yield self.not_declared("warm-up", "warmup=…, in optimizer steps,")
+        if self.ends is None and any(0 < final < peak for peak, final in zip(peaks, finals, strict=True)):
+            yield self.not_declared("the last steps", "ends=…, the step at which the final rate is reached,")
         equal = "equal" if one == many else "different"
         why = "The schedule depends on the number of ranks."
         yield self.finding("1 rank = 4 ranks", equal, "equal", one == many, why)
