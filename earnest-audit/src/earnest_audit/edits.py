@@ -119,9 +119,15 @@ def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) 
 
 
 def opposite(step: Step, batch: Mapping[str, Any]) -> Batch | None:
-    """The same batch with every advantage negated: what was clipped on one side is not on the other."""
-    key = step.roles.get("advantages")
-    return None if key is None else {**batch, key: -batch[key]}
+    """The same batch with every advantage negated, or every reward where the step makes the advantages itself (integers
+    are mirrored within their range): what was clipped on one side is not on the other."""
+    key = step.roles.get("advantages", step.roles.get("rewards"))
+    if key is None or not isinstance(old := batch[key], Tensor):
+        return None
+    if old.is_floating_point() or "advantages" in step.roles:
+        return {**batch, key: -old}
+    whole = old.long()
+    return {**batch, key: (whole.max() + whole.min() - whole).to(old.dtype)}
 
 
 def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:

@@ -187,7 +187,7 @@ def test_a_row_of_a_sample_of_positions_has_the_number_of_all() -> None:
 
 @pytest.mark.parametrize("cut", [False, True])
 def test_clipped_tokens_are_not_missing_where_the_step_makes_its_own_advantages(cut: bool) -> None:
-    """Neither advantages nor log-probs are declared: wide clips show which tokens have a slope."""
+    """Neither advantages nor log-probs are declared: negated rewards show which tokens have a slope."""
 
     def loss(model: nn.Module, batch: Data, clip: float) -> Tensor:
         advantages = batch["rewards"] - batch["rewards"].mean()
@@ -203,3 +203,30 @@ def test_clipped_tokens_are_not_missing_where_the_step_makes_its_own_advantages(
     roles: dict[Any, str] = {"ids": "ids", "mask": "mask", "behaviour": "old", "rewards": "rewards"}
     step = Step(model, loss, batch, roles, settings={"clip": 0.2}, rows_interact=True)
     assert outcome(step, coverage.LAW, EVERY) == ("fails" if cut else "holds")
+
+
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize(("pessimistic", "last"), [(True, True), (True, False), (False, True)])
+def test_clipped_tokens_are_told_from_missing_ones_where_the_step_refuses_wide_clips(
+    declared: bool, pessimistic: bool, last: bool
+) -> None:
+    """A clip without a minimum takes the gradient of a token under both signs of its advantage."""
+
+    def loss(model: nn.Module, batch: Data, clip: float) -> Tensor:
+        if not 0 <= clip < 1:
+            raise ValueError("clip must be in [0, 1)")
+        a, mask = (batch["rewards"] - batch["rewards"].mean())[:, None], batch["mask"].clone()
+        if not last:
+            mask[:, -1] = 0
+        ratio = (logprobs(model, batch) - batch["old"]).exp()
+        each = clipped(ratio, a, clip) if pessimistic else -ratio.clamp(1 - clip, 1 + clip) * a
+        return (each * mask).sum() / mask.sum()
+
+    model = Tiny()
+    batch = {**policy_batch(model), "rewards": torch.tensor([1.0, 0.0, 0.5, -1.0, 2.0])}
+    batch["old"][:, -2] -= 1.5 * (batch["rewards"] > 0.5)
+    roles: dict[Any, str] = {"ids": "ids", "mask": "mask", "behaviour": "old"}
+    roles |= {"rewards": "rewards"} if declared else {}
+    step = Step(model, loss, batch, roles, settings={"clip": 0.2}, rows_interact=True)
+    right = pessimistic and last
+    assert outcome(step, coverage.LAW, EVERY) == ("not declared" if not declared else "holds" if right else "fails")

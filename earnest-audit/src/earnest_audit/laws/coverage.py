@@ -4,8 +4,9 @@ Needs: roles mask or labels; ids and tokenizer to show the span
 How: The loss has a derivative by the signal of a supervised token. Where it has none, or no signal has one value per
 token, it has a gradient where that token is the only supervised one; the first and the last of a row, and the last of
 another, are tried.
-Exceptions: A clipped token has a zero gradient by design, so wide clips and both signs of its advantage are tried. Rows
-of advantage 0 are left out. A loss that drops tokens on purpose declares drops_tokens=True. Where rows interact (a
+Exceptions: A clipped token has a zero gradient by design for one sign of its advantage, so both are tried (by the
+rewards where the step makes its own advantages; where neither is declared, wide clips). Rows of advantage 0 are left
+out. A loss that drops tokens on purpose declares drops_tokens=True. Where rows interact (a
 mean over all tokens is taken off), one token alone may have none.
 Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
 """
@@ -13,6 +14,7 @@ Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens maske
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -105,23 +107,32 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
 
 
 def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
-    """Where the loss has a derivative by a signal with one value per token, also with clips so wide that none acts;
+    """Where the loss has a derivative by a signal with one value per token, for one sign of the advantages or the other;
     None where there is no such signal, or where labels mark the tokens."""
     step = probe.step
     for role in ("advantages", "behaviour", "teacher") if "labels" not in step.roles else ():
         value = step.value(role)
         if value is None or not value.is_floating_point() or value.shape[:2] != flat.shape:
             continue
-        shown = _slope(probe, role, flat)
-        if step.clips and bool((flat & ~shown).any()):
-            with probe.may_refuse(POSITIONS, f"{', '.join(step.clips)} = {UNCLIPPED:g} cannot be run"):
-                shown = shown | _slope(probe, role, flat, dict.fromkeys(step.clips, UNCLIPPED))
+        shown = _slope(probe, role, flat, step.batch)
+        if not bool((flat & ~shown).any()):
+            return shown
+        if (other := edits.opposite(step, step.batch)) is not None:
+            with suppress(Exception):  # rewards that the step refuses show nothing
+                shown = shown | _slope(probe, role, flat, other)
+        elif step.clips:
+            try:
+                shown = shown | _slope(probe, role, flat, step.batch, dict.fromkeys(step.clips, UNCLIPPED))
+            except Exception as error:  # clipped tokens cannot be told from missing ones
+                raise Ends(LAW.not_declared(POSITIONS, "advantages or rewards")) from error
         return shown
     return None
 
 
-def _slope(probe: Probe, role: str, flat: Tensor, knobs: Mapping[str, float] | None = None) -> Tensor:
-    slope = probe.slopes([role], probe.step.batch, knobs).inputs[role]
+def _slope(
+    probe: Probe, role: str, flat: Tensor, batch: edits.Batch, knobs: Mapping[str, float] | None = None
+) -> Tensor:
+    slope = probe.slopes([role], batch, knobs).inputs[role]
     return torch.zeros_like(flat) if slope is None else (slope != 0).reshape(*flat.shape, -1).any(-1)
 
 
@@ -155,12 +166,17 @@ def _alone(probe: Probe, spot: Tensor) -> bool:
     step = probe.step
     width = max(step.batch[step.roles[r]].shape[1] for r in ("mask", "labels") if r in step.roles)
     keep = torch.nn.functional.pad(spot, (width - spot.shape[1], 0))
-    for base in (step.batch, edits.opposite(step, step.batch)):
-        if base is not None:
-            gradient = probe.gradient(edits.only(step, base, keep))
-            if gradient.finite() and gradient.norm() > 0:
-                return True
+    if _trains(probe, edits.only(step, step.batch, keep)):
+        return True
+    other = edits.opposite(step, step.batch)
+    with suppress(Exception):  # as in _by_slope
+        return other is not None and _trains(probe, edits.only(step, other, keep))
     return False
+
+
+def _trains(probe: Probe, batch: edits.Batch) -> bool:
+    gradient = probe.gradient(batch)
+    return gradient.finite() and gradient.norm() > 0
 
 
 LAW = Law("CV", "coverage", __doc__, check, quick=False)
