@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from earnest_audit import (
     Accumulation,
     RoundTrip,
+    Update,
     audit,
 )
 from tests.audit.steps import sft_loss, sft_step
@@ -62,6 +63,56 @@ def test_the_cut_avoids_parts_without_a_gradient(only_the_last: bool) -> None:
     assert failed(Accumulation(step.model, accumulate, step.batch)) == (
         {"micro-batches of [2, 3] rows"} if only_the_last else set()
     )
+
+
+@pytest.mark.parametrize("fault", ["", "0 / 0", "dropped"])
+def test_a_part_without_a_gradient_leaves_the_others_alone(fault: str) -> None:
+    model = nn.Linear(4, 3)
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(4, 5, 4, generator=generator), torch.randint(0, 3, (4, 5), generator=generator)
+    batch = {"x": x, "y": y, "mask": torch.ones(4, 5)}
+    batch["mask"][0] = 0
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def mean(model: nn.Module, b: Any) -> torch.Tensor:
+        each = nn.functional.cross_entropy(model(b["x"]).flatten(0, 1), b["y"].flatten(), reduction="none")
+        count = b["mask"].sum()
+        return (each * b["mask"].flatten()).sum() / (count if fault == "0 / 0" else count.clamp(min=1))
+
+    def accumulate(model: nn.Module, batches: Any) -> None:
+        total = sum(b["mask"].sum() for b in batches)
+        for b in batches:
+            if fault == "dropped" and not b["mask"].any():
+                model.zero_grad()
+                return
+            (mean(model, b) * b["mask"].sum() / total).backward()
+
+    def update(batches: Any, bound: float) -> None:
+        optimizer.zero_grad()
+        accumulate(model, batches)
+        nn.utils.clip_grad_norm_(model.parameters(), bound)
+        optimizer.step()
+
+    assert failed(Accumulation(model, accumulate, batch)) == ({"micro-batches of [1, 3] rows"} if fault else set())
+    assert failed(Update(model, optimizer, update, mean, batch)) == (
+        {"handed gradient, parts of [1, 3] rows"} if fault else set()
+    )
+    assert not failed(Accumulation(model, accumulate, batch, split=[2, 2])), "the way out"
+
+
+def test_the_number_of_cuts_is_bounded() -> None:
+    """Only one row of many trains."""
+    model, calls = nn.Linear(4, 1), []
+    x, mask = torch.randn(256, 4, generator=torch.Generator().manual_seed(0)), torch.zeros(256)
+    mask[200] = 1
+
+    def accumulate(model: nn.Module, batches: Any) -> None:
+        calls.append(len(batches))
+        for b in batches:
+            (model(b["x"])[:, 0] * b["mask"]).sum().backward()
+
+    assert audit(Accumulation(model, accumulate, {"x": x, "mask": mask})).holds
+    assert len(calls) < 30
 
 
 def test_texts_are_cut_with_their_rows() -> None:

@@ -29,6 +29,11 @@ COPIES = (
     "The same batch twice has a gradient of another direction: a term of the loss is multiplied by the number of ranks "
     "or micro-batches, and the others are not."
 )
+IDLE = (
+    "One of these parts has no gradient of its own (no supervised token, an advantage of 0), and the other one does not "
+    "come through: 0 / 0, or an update that is dropped. Where the loop never makes such a part, give split=…. "
+)
+CUTS = 8  # how many cuts are tried for one whose parts both train
 TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below
 BINDS = 0.05  # of the gradient's norm: below that of a part, whose own clip would bind too
 STABILISER = 1e-6  # what torch's clip_grad_norm_ adds to the norm before it divides
@@ -90,8 +95,8 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
     counts. ``rows_interact``: a part of the loss is taken per micro-batch by design (a router's load balancing).
     ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show it.
     ``stateful=True``: one call changes the next by design (a running statistic beside the model).
-    How: The batch in one piece, once more, and cut unevenly; the tolerance is 16 times (8 in 16 bits) the effect of one
-    unit in the last place.
+    How: The batch in one piece, once more, and cut unevenly (also with a part without a gradient, where the batch has
+    such rows); the tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
     Exceptions: With rows_interact=True the batch is only given twice. A clip that does not bind is not detected here:
     Update makes it bind.
     Detects: transformers gradient accumulation (a mean of means), gradients cleared between requests, transformers
@@ -117,18 +122,21 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
                 whole, again = self._gradient([self.batch]), self._gradient([self.batch])
             twice = self._twice(whole, again, seen)
             if self.rows_interact:  # equal micro-batches still have the gradient of one, up to a factor
-                parts = [dict(self.batch), dict(self.batch)]
-                subject, expected, meaning = f"the batch twice, as {self.what}", "≤ {}, up to a factor", COPIES
+                cuts = {f"the batch twice, as {self.what}": ([dict(self.batch), dict(self.batch)], COPIES)}
+                expected = "≤ {}, up to a factor"
             else:
-                split, parts = _cut(self.batch, self.split, lambda part: self._gradient([part]))
-                subject, expected, meaning = f"{self.what} of {split} rows", "≤ {}", PARTS
-            found = self._gradient(parts)
+                made = _cuts(self.batch, self.split, lambda part: self._gradient([part]))
+                cuts = {f"{self.what} of {split} rows": (parts, meaning + PARTS) for split, parts, meaning in made}
+                expected = "≤ {}"
             room, _ = self._room(whole, seen, lambda: self._gradient([self.batch]))
-        room, factor = max(room, 8 * whole.distance(again)), found.best_scale(whole)
-        off = whole.times(factor if self.rows_interact else 1.0).distance(found)
-        measured = f"gradient off by {off:.2g} (best factor {factor:.3g})"
-        holds = off <= room and whole.norm() > 0
-        yield self.finding(subject, measured, expected.format(f"{room:.2g}"), holds, meaning)
+            room = max(room, 8 * whole.distance(again))
+            for subject, (parts, meaning) in cuts.items():
+                found = self._gradient(parts)
+                factor = found.best_scale(whole)
+                off = whole.times(factor if self.rows_interact else 1.0).distance(found)
+                measured = f"gradient off by {off:.2g} (best factor {factor:.3g})"
+                holds = off <= room and whole.norm() > 0
+                yield self.finding(subject, measured, expected.format(f"{room:.2g}"), holds, meaning)
         if not self.stateful:
             yield twice
 
@@ -188,7 +196,7 @@ class Update(_Gradients, Subject, name="update"):
             yield from list(self._check())
 
     def _check(self) -> Iterator[Finding]:
-        _, parts = _cut(self.batch, self.split, self._wanted)
+        (_, parts, _), *idle = _cuts(self.batch, self.split, self._wanted)
         with noticing(self.model) as seen:
             wanted = self._wanted(self.batch)
         norm = wanted.norm()
@@ -202,6 +210,10 @@ class Update(_Gradients, Subject, name="update"):
             free = self._handed(parts, 4 * (norm + STABILISER))
             first = self._row("handed gradient, no clip", free, wanted, room, ANOTHER)
             yield first
+        for split, others, meaning in idle if first.outcome == "holds" else ():
+            with restored(self.model, self.optimizer):
+                handed = self._handed(others, 4 * (norm + STABILISER))
+                yield self._row(f"handed gradient, parts of {split} rows", handed, wanted, room, meaning + ANOTHER)
         if free is None:
             return
         # The same parts on the same weights: what the cut alone did is the room of what follows, where that is less.
@@ -251,20 +263,24 @@ class Update(_Gradients, Subject, name="update"):
         return self._made_by(act)
 
 
-def _cut(
+def _cuts(
     batch: Mapping[str, Any], split: Sequence[int] | None, gradient: Callable[[Mapping[str, Any]], Gradient]
-) -> tuple[list[int], list[dict[str, Any]]]:
-    """The numbers of rows of the parts, and the parts; what has no rows (a number, a text) goes with every part. By
-    default two uneven parts that both have a ``gradient``: a part without one shows nothing."""
+) -> list[tuple[list[int], list[dict[str, Any]], str]]:
+    """Uneven cuts of the batch: the numbers of rows, the parts, and the first words on a failure. What has no rows (a
+    number, a text) goes with every part. By default two parts that both have a ``gradient``, since one without shows
+    nothing of how parts are added; and a second cut, where one was met with a part that has none."""
     sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.ndim]
     rows = max(set(sizes), key=sizes.count)
+
+    def parts(counts: Sequence[int]) -> list[dict[str, Any]]:
+        return [rows_of(batch, rows, places) for places in torch.arange(rows).split(list(counts))]
+
+    if split is not None:
+        return [(list(split), parts(split), "")]
     uneven = [[n, rows - n] for n in range(max(1, rows // 4), rows) if 2 * n != rows or rows == 2] or [[rows]]
-    cuts = uneven if split is None else [list(split)]
-    for counts in cuts:
-        parts = [rows_of(batch, rows, places) for places in torch.arange(rows).split(counts)]
-        if len(cuts) == 1 or all(_trains(gradient, part) for part in parts):
-            break
-    return counts, parts
+    first, few = uneven[0], uneven[:: max(1, len(uneven) // CUTS)]
+    usual = next((c for c in few if all(_trains(gradient, part) for part in parts(c))), first)
+    return [(usual, parts(usual), ""), *([(first, parts(first), IDLE)] if usual != first else [])]
 
 
 def _trains(gradient: Callable[[Mapping[str, Any]], Gradient], part: Mapping[str, Any]) -> bool:
