@@ -98,8 +98,9 @@ class Law(Reporter):
         return {"sentence": sentence, "body": body, **named}
 
     def doubtful(self, row: Finding) -> Finding:
-        """A warning in place of a failure."""
-        return row.doubtful(self.sections.get("Warns", self.sections["Exceptions"]))
+        """A warning in place of a failure. A section may begin with the rows that warn, in parentheses."""
+        right = self.sections.get("Warns", self.sections["Exceptions"])
+        return row.doubtful(re.sub(r"^\(.*?\) ", "", right))
 
     @property
     def sentence(self) -> str:

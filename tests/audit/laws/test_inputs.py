@@ -255,3 +255,40 @@ def test_a_reference_in_train_mode_is_seen(training: bool) -> None:
     found = rows(audit(step, laws=[inputs.LAW]).findings)
     assert found["the reference policy"] == "holds"
     assert found["the reference policy, drawn again"] == ("fails" if training else "holds")
+
+
+def test_an_attention_mask_with_one_token_per_row_is_not_judged() -> None:
+    """None of its tokens can be hidden."""
+
+    class Last(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.head = nn.Embedding(20, 8), nn.Linear(8, 20)
+
+        def forward(self, ids: Tensor, attention: Tensor) -> Tensor:
+            return self.head(torch.tanh((self.embed(ids) * attention[..., None]).cumsum(1)))[:, -1]
+
+    ids = torch.zeros(6, 4, dtype=torch.long)
+    ids[:, 0] = torch.arange(1, 7)
+    batch = {"ids": ids, "attention": (ids > 0).long(), "target": torch.arange(6)}
+    loss = lambda model, batch: F.cross_entropy(model(batch["ids"], batch["attention"]), batch["target"])  # noqa: E731
+    step = Step(Last(), loss, batch, {"ids": "ids", "attention": "attention"})
+    assert not audit(step, laws=[inputs.LAW]).failures
+
+
+@pytest.mark.parametrize("clipped", [True, False])
+def test_what_a_value_clip_hides_near_the_old_values_is_seen_far_away(clipped: bool) -> None:
+    """With a clipped value loss at the new value, old values within the clip range do not matter."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        now = model(batch["x"])[..., 0]
+        near = batch["old"] + (now - batch["old"]).clamp(-0.2, 0.2) if clipped else now
+        return torch.maximum((now - batch["returns"]) ** 2, (near - batch["returns"]) ** 2).mean()
+
+    model = nn.Linear(3, 1)
+    x = torch.randn(4, 5, 3, generator=torch.Generator().manual_seed(0))
+    old = model(x)[..., 0].detach()
+    batch = {"x": x, "old": old + 0.01, "returns": old + 1.0}
+    step = Step(model, loss, batch, {"values": "old", "returns": "returns"})
+    failed = {f.subject for f in audit(step, laws=[inputs.LAW]).failures}
+    assert failed == (set() if clipped else {"input values (old), far away"})

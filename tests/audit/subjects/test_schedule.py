@@ -159,3 +159,32 @@ def test_every_rank_has_the_same_rate() -> None:
     assert audit(Schedule(plan, 1.0, 0.0, warmup=5, of_rank=lambda t, rank: plan(t, 1))).holds
     local = Schedule(plan, 1.0, 0.0, warmup=5, of_rank=lambda t, rank: [r * (1 - 0.01 * rank) for r in plan(t, 1)])
     assert failed(local) == {"every rank"}
+
+
+@pytest.mark.parametrize(("final", "floor"), [(0.0, 0.0), (0.0, 0.09), (0.1, 0.1), (0.1, 0.12)])
+@pytest.mark.parametrize("linear", [False, True])
+def test_another_floor_than_the_declared_one_is_seen_where_the_end_is_declared(
+    final: float, floor: float, linear: bool
+) -> None:
+    def rates(total: int, ranks: int) -> list[float]:
+        part = [min(1.0, max(0.0, (k - 5) / 74)) for k in range(total)]
+        share = [1 - t if linear else 0.5 * (1 + math.cos(math.pi * t)) for t in part]
+        return [(k + 1) / 5 if k < 5 else floor + (1 - floor) * s for k, s in enumerate(share)]
+
+    assert failed(Schedule(rates, 1.0, final, total=100, warmup=5, ends=80)) == (
+        {"the last steps"} if floor > final else set()
+    )
+
+
+def test_a_floor_without_its_step_asks_for_it() -> None:
+    """A decay that is over long before the run is, with a floor: only ``ends`` tells whether that is right."""
+    rows = {
+        f.subject: f.outcome
+        for f in audit(Schedule(lambda n, _: [max(0.1, 1 - k / 60) for k in range(n)], 1.0, 0.1)).findings
+    }
+    assert rows["the last steps"] == "not declared"
+
+
+def test_a_warm_up_longer_than_the_run_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"warmup=200 is longer than the run of total=100 steps: give total="):
+        audit(Schedule(lambda n, _: [1.0] * n, 1.0, 1.0, total=100, warmup=200))

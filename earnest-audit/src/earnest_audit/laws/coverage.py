@@ -107,8 +107,8 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
 
 
 def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
-    """Where the loss has a derivative by a signal with one value per token, for one sign of the advantages or the other;
-    None where there is no such signal, or where labels mark the tokens."""
+    """Where the loss has a derivative by a signal with one value per token, for one sign of the advantages or for the
+    other; None where there is no such signal, or where labels mark the tokens."""
     step = probe.step
     for role in ("advantages", "behaviour", "teacher") if "labels" not in step.roles else ():
         value = step.value(role)

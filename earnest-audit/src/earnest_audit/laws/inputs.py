@@ -101,7 +101,8 @@ def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Chan
     if (other := _other_positions(probe, base)) is not None:
         yield "positions", _one(probe, base, other)
     for role in (r for r in SHOWN if r in step.roles):
-        if step.batch[step.roles[role]].ndim == 2:
+        mask = step.batch[step.roles[role]]
+        if mask.ndim == 2 and bool(((mask != 0).sum(-1) > 1).any()):  # of one token a row, none can be hidden
             yield role, _hidden(probe, base, step.roles[role])
 
 

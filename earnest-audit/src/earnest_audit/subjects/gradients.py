@@ -30,8 +30,8 @@ COPIES = (
     "or micro-batches, and the others are not."
 )
 IDLE = (
-    "One of these parts has no gradient of its own (no supervised token, an advantage of 0), and the other one does not "
-    "come through: 0 / 0, or an update that is dropped. Where the loop never makes such a part, give split=…. "
+    "One of these parts has no gradient of its own (no supervised token, an advantage of 0), and the other one is "
+    "lost with it: 0 / 0, or an update that is dropped. Where the loop never makes such a part, give split=…. "
 )
 CUTS = 8  # how many cuts are tried for one whose parts both train
 TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below

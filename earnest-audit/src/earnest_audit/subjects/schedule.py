@@ -112,7 +112,9 @@ class Schedule(Subject, name="schedule"):
         at = self._top(one)
         rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
         if ends and final < peak and (final == 0 or self.ends is not None):
-            held = final if self.ends is None else max(final, one[-1])  # a cosine over i / n is held just above its end
+            # A decay over i / n is held at i = n - 1: above its end by no more than its last change.
+            change = next((abs(a - b) for a, b in pairwise(reversed(one)) if abs(a - b) > EXACT * peak), 0.0)
+            held = final if self.ends is None or one[-1] - final > 1.5 * change else max(final, one[-1])
             above = next((n for n, rate in enumerate(reversed(one)) if rate > held + EXACT * peak), len(one))
             planned, allowed = len(one) if self.ends is None else self.ends, max(1, len(one) // 50)
             early = planned - 1 - (len(one) - above)
@@ -121,7 +123,7 @@ class Schedule(Subject, name="schedule"):
                 "the last steps", f"the final rate is {reached}", f"at step {planned}, at most {allowed} early",
                 early <= allowed and (self.ends is None or early >= -1 - allowed),
                 "The decay is over before it is meant to be, or after: its length lacks the warm-up, or is that of "
-                "another run.",
+                "another run; or it has another floor than the declared one.",
             )  # fmt: skip
         if ends:
             least = min(one[rises[-1] if self.restarts and rises else one.index(top) :])
