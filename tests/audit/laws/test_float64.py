@@ -65,3 +65,16 @@ def test_far_out_a_lost_gradient_fails_and_an_inexact_one_warns() -> None:
     """The likeliest token becomes less likely: 1 - p has two digits where p is next to 1, and right code has it."""
     assert far_out(lambda p, ids: -(1 - p.amax(-1)).clamp_min(1e-30).log().mean()) == "warns"
     assert far_out(lambda p, ids: -p.gather(-1, ids).log().mean()) == "fails"  # log(softmax): 0/0
+
+
+def test_far_out_a_gradient_of_another_direction_fails() -> None:
+    """Where p underflows in fp32, and not in float64, the sign changes: the gradient keeps its length."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        logits, ids = model(batch["ids"], batch["attention"])[:, :-1], batch["ids"][:, 1:, None]
+        sign = torch.where(logits.detach().softmax(-1).gather(-1, ids) == 0, -1.0, 1.0)
+        return -(sign * logits.log_softmax(-1).gather(-1, ids)).mean()
+
+    step = sft_step()
+    rows = audit(Step(Tiny(), loss, step.batch, step.roles), laws=[shadow.LAW]).findings
+    assert {f.subject: f.outcome for f in rows}["confident outputs"] == "fails"

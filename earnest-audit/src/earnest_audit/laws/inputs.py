@@ -47,12 +47,15 @@ def check(probe: Probe) -> Rows:
                 "The gradient is finite on the given batch, and NaN or infinite once the policy differs a little from "
                 "the behaviour and the reference, as it does in training: a root, a logarithm or a division by 0.",
             ))  # fmt: skip
+        ignored = set()
         for role, changes in _edits(probe, base):
             key = step.roles[role]
-            yield probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
+            row = probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
+            ignored |= {role} if row.outcome == "fails" else set()
+            yield row
         for role in (r for r in TEXTS if r in step.roles):
             yield from _text(probe, base, role)
-        if {"values", "returns"} <= step.roles.keys() and "rewards" not in step.roles:
+        if {"values", "returns"} <= step.roles.keys() - ignored and "rewards" not in step.roles:
             yield from _far_values(probe, base)
     yield from _never_read(probe)
     if step.reference is not None:

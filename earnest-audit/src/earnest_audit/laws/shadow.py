@@ -5,8 +5,8 @@ How: A copy of the model in float64 runs the same batch: as it is, with outputs 
 (log-probs of the batch follow), and with pairs far from their references.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
-Warns: (far out, where half of the gradient or more is there) a form that loses digits only there, as 1 - p does for a p
-next to 1.
+Warns: (far out, where half of the gradient or more is there and it does not turn away) a form that loses digits only
+there, as 1 - p does for a p next to 1.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
 """
 
@@ -34,6 +34,7 @@ MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 
 SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is at its end by design
 LOST = 1e-2  # of the gradient: what rounding may change where log-probs or margins are large
 SHARE = 0.5  # of the float64 gradient: with less of it far out, training is lost there
+ALONG = 0.25  # along the float64 gradient: with less, most of it has another direction
 INFINITE = "the float64 shadow is not finite either"
 
 
@@ -146,6 +147,7 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
         "logsigmoid, log1mexp, logsumexp).", "float64 differs by {}",
     ))  # fmt: skip
     lost = not mine.finite() or mine.norm() < SHARE * theirs.norm()
+    lost = lost or not ALONG <= mine.best_scale(theirs) <= 1 / ALONG
     return row if usual or lost else LAW.doubtful(row)
 
 
