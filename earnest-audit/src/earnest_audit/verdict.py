@@ -78,8 +78,8 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """True where something was checked and nothing failed."""
-        return not self.failures and any(f.outcome == "holds" for f in self.findings)
+        """True where something was checked and nothing failed; a row that warns was checked."""
+        return not self.failures and any(f.outcome in ("holds", "warns") for f in self.findings)
 
     @property
     def counts(self) -> dict[LawOutcome, int]:

@@ -46,8 +46,8 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         files = {name: getattr(options, name) for name in FORMATS}
         require_writable(files)
-        verdict = script_verdict(Path(rest[0]), rest[1:], quick=options.quick)
-        return report(verdict.strict() if options.strict else verdict, as_json=options.json, files=files)
+        verdict = script_verdict(Path(rest[0]), rest[1:], quick=options.quick, strict=options.strict)
+        return report(verdict, as_json=options.json, files=files)
     except EarnestError as error:
         print(f"earnest-audit: {error}", file=sys.stderr)
         return 2
@@ -88,13 +88,13 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
     return own, rest
 
 
-def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False) -> Verdict:
+def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False, strict: bool = False) -> Verdict:
     """Run a script under the audit. Its output and the name of each law as it begins go to stderr. An exception of the
     script is printed there with its traceback, and ends the command."""
     from earnest_audit.frontends.script import audit_script
 
     with redirect_stdout(sys.stderr):
-        return audit_script(path, arguments, quick=quick, progress=lambda text: print(f"{text} …"))
+        return audit_script(path, arguments, quick=quick, strict=strict, progress=lambda text: print(f"{text} …"))
 
 
 def require_writable(files: dict[str, Path | None]) -> None:

@@ -54,9 +54,10 @@ class ScriptError(EarnestError):
 
 
 def audit_script(
-    path: Path, arguments: Sequence[str] = (), *, quick: bool = False, progress: Callable[[str], None] | None = None
-) -> Verdict:
-    """Everything that was found while the script ran."""
+    path: Path, arguments: Sequence[str] = (), *, quick: bool = False, strict: bool = False,
+    progress: Callable[[str], None] | None = None,
+) -> Verdict:  # fmt: skip
+    """Everything that was found while the script ran; ``strict``: with warnings as failures."""
     if not path.is_file():
         raise ScriptError(f"there is no script {str(path)!r}.")
     typed = {"argv": [str(path), *arguments], "path": [str(path.resolve().parent), *sys.path]}
@@ -64,8 +65,8 @@ def audit_script(
         try:
             runpy.run_path(str(path), run_name="__main__")
         except (Exception, SystemExit) as error:
-            _judge_what_ran(path, error, found.verdict())
-    verdict = found.verdict().at(f"{path.as_posix()}:1")
+            _judge_what_ran(path, error, found.verdict().strict() if strict else found.verdict())
+    verdict = (found.verdict().strict() if strict else found.verdict()).at(f"{path.as_posix()}:1")
     if not verdict.findings:
         raise ScriptError(
             f"{path.name} ran, and made no transformers.Trainer, stepped no optimizer of a module and called no "
@@ -90,8 +91,9 @@ def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -
         what = f"{path.name} raised {type(error).__name__}"
     if found.failures:
         print(f"{what}; what ran before is judged.", file=sys.stderr)
-    elif any(f.outcome == "holds" for f in found.findings):
-        raise ScriptError(f"{what}. Every law that was checked before holds; the rest was not checked.") from error
+    elif found.holds:
+        warned = "".join(f"\n  warning: {f}" for f in found.warnings)
+        raise ScriptError(f"{what}. No law was broken before; the rest was not checked.{warned}") from error
     else:
         raise ScriptError(f"{what} before it could be judged.") from error
 

@@ -89,7 +89,11 @@ def _raised(
     cosine, share = change.cosine(scores[0]), span(change, *scores)
     weight = share.alpha * share.lengths[0]
     if abs(weight) <= NEAR:
-        return LAW.not_applicable(subject, f"weight {weight:+.2g} of the row's own ∇Σlp", "The loss leaves it out.")
+        return LAW.not_applicable(
+            subject,
+            f"weight {weight:+.2g} of the row's own ∇Σlp",
+            "The loss leaves the row out, or gives its reward to another row.",
+        )
     measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2g}"
     return LAW.finding(subject, measured, f"not both below {-NEAR:g}", not (weight < -NEAR and cosine < -NEAR), meaning)
 
