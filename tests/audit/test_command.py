@@ -170,7 +170,7 @@ def test_one_process_judges_a_script_and_writes_every_format(tmp_path: Path) -> 
         (
             "from tests.audit.test_command import right; right(); raise OSError('upload')",
             2,
-            "checked before holds; the",
+            "No law was broken before; the",
         ),
     ],
 )

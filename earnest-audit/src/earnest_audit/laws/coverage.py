@@ -5,9 +5,9 @@ How: The loss has a derivative by the signal of a supervised token. Where it has
 token, it has a gradient where that token is the only supervised one; the first and the last of a row, and the last of
 another, are tried.
 Exceptions: A clipped token has a zero gradient by design for one sign of its advantage, so both are tried (by the
-rewards where the step makes its own advantages; where neither is declared, wide clips). Rows of advantage 0 are left
-out. A loss that drops tokens on purpose declares drops_tokens=True. Where rows interact (a
-mean over all tokens is taken off), one token alone may have none.
+rewards where the step makes its own advantages; where neither is declared, wide clips). A bound, such as that of a dual
+clip, acts on both, and is widened. Rows of advantage 0 are left out. A loss that drops tokens on purpose declares
+drops_tokens=True. Where rows interact (a mean over all tokens is taken off), one token alone may have none.
 Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
 """
 
@@ -120,9 +120,10 @@ def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
         if (other := edits.opposite(step, step.batch)) is not None:
             with suppress(Exception):  # rewards that the step refuses show nothing
                 shown = shown | _slope(probe, role, flat, other)
-        elif step.clips:
+        acts = step.clips if other is None else [k for k in step.clips if step.kinds[k] == "bound"]  # for both signs
+        if acts and bool((flat & ~shown).any()):
             try:
-                shown = shown | _slope(probe, role, flat, step.batch, dict.fromkeys(step.clips, UNCLIPPED))
+                shown = shown | _slope(probe, role, flat, step.batch, dict.fromkeys(acts, UNCLIPPED))
             except Exception as error:  # clipped tokens cannot be told from missing ones
                 raise Ends(LAW.not_declared(POSITIONS, "advantages or rewards")) from error
         return shown

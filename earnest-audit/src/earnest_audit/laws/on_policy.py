@@ -101,7 +101,7 @@ def _raises_what_was_better(probe: Probe, gradient: Gradient, batch: edits.Batch
 def _raises_by_logits(probe: Probe) -> Rows:
     """The same without a function for log-probs, from the logits that the model computes while the loss runs. Other
     terms are in it, so only a gradient that points away is a failure."""
-    if (found := descent(probe)) is None:
+    if "advantages" not in probe.step.roles or (found := descent(probe)) is None:
         return
     a: Tensor = probe.step.batch[probe.step.roles["advantages"]].float()
     a = a.reshape(len(a), -1)
