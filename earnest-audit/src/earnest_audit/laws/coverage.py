@@ -114,7 +114,8 @@ def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
         value = step.value(role)
         if value is None or not value.is_floating_point() or value.shape[:2] != flat.shape:
             continue
-        shown = _slope(probe, role, flat, step.batch)
+        plain = dict(step.batch)
+        shown = _slope(probe, role, flat, plain)
         if not bool((flat & ~shown).any()):
             return shown
         if (other := edits.opposite(step, step.batch)) is not None:
@@ -123,7 +124,7 @@ def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
         acts = step.clips if other is None else [k for k in step.clips if step.kinds[k] == "bound"]  # for both signs
         if acts and bool((flat & ~shown).any()):
             try:
-                shown = shown | _slope(probe, role, flat, step.batch, dict.fromkeys(acts, UNCLIPPED))
+                shown = shown | _slope(probe, role, flat, plain, dict.fromkeys(acts, UNCLIPPED))
             except Exception as error:  # clipped tokens cannot be told from missing ones
                 raise Ends(LAW.not_declared(POSITIONS, "advantages or rewards")) from error
         return shown
