@@ -307,3 +307,25 @@ def test_the_exit_code_of_a_warning(
     path = script(tmp_path, OTHER_PROMPT)
     assert main([*words, str(path)]) == code
     assert ("warns" in capsys.readouterr().out) == (code == 0)
+
+
+@pytest.mark.parametrize(("words", "code"), [([], 2), (["--strict"], 1)])
+def test_strict_also_counts_where_the_script_stops_early(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int
+) -> None:
+    path, report = script(tmp_path, OTHER_PROMPT + "raise SystemExit(3)"), tmp_path / "report.md"
+    assert main([*words, "--markdown", str(report), str(path)]) == code
+    told = capsys.readouterr().err
+    assert ("No law was broken before; the rest was not checked.\n  warning: IG on context in ids" in told) == (
+        code == 2
+    )
+    assert report.exists() == (code == 1)
+
+
+def test_a_verdict_of_warnings_alone_holds() -> None:
+    verdict = Verdict((WARNS,))
+    assert verdict.holds and verdict.raise_if_failed() is verdict and not verdict.strict().holds
+    assert (
+        "nothing was checked" not in markdown(verdict)
+        and ElementTree.fromstring(junit(verdict)).attrib["failures"] == "0"
+    )

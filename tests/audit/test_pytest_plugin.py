@@ -71,10 +71,11 @@ def test_fixture(audit_step, factor):
 '''
 
 
-def outcomes(folder: Path, *words: str) -> tuple[dict[str, str], str, int]:
-    (folder / "test_it.py").write_text(TESTS.replace("AUDIT", str("--audit" in words)))
+def outcomes(folder: Path, *words: str, tests: str = TESTS, errors: bool = True) -> tuple[dict[str, str], str, int]:
+    (folder / "test_it.py").write_text(tests.replace("AUDIT", str("--audit" in words)))
     environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    options = ["-rA", "-W", "error::UserWarning", "--strict-markers", "-p", "earnest_audit.frontends.pytest_plugin"]
+    options = ["-rA", "--strict-markers", "-p", "earnest_audit.frontends.pytest_plugin"]
+    options += ["-W", "error::UserWarning"] if errors else []
     done = subprocess.run(
         [sys.executable, "-m", "pytest", *options, *words, "test_it.py"], cwd=folder,
         env=environment, capture_output=True, text=True, check=False,
@@ -109,3 +110,61 @@ def test_with_audit_every_test_is_watched_and_the_run_fails(workers: tuple[str, 
     report = text.split("= audit =")[1].split("short test summary info")[0]
     assert "test_it.py::test_loop[1e-30]" in report and "test_it.py::test_loop[0.01]" not in report
     assert "3 of 4 tests train something: 1 break a law, 2 hold, 0 could not be judged." in report
+
+
+WARNING = '''
+import pytest
+import torch
+from torch import nn
+from earnest_audit import Step, audit
+
+
+def step():
+    """The prompt is read from another tensor: what stands before the supervised tokens does not matter."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(16, 8), nn.Tanh(), nn.Linear(8, 16))
+    ids = torch.randint(0, 16, (4, 9))
+    labels = ids.clone()
+    labels[:, :5] = -100
+
+    def loss(model, batch):
+        logits = model(torch.cat([batch["prompt"], batch["ids"][:, 5:-1]], 1))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+    return Step(model, loss, {"ids": ids, "labels": labels, "prompt": ids[:, :5]}, {"ids": "ids", "labels": "labels"})
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_fixture(audit_step, strict):
+    audit_step(step(), strict=strict)
+
+
+@pytest.mark.audit
+def test_marked():
+    audit(step())
+
+
+@pytest.mark.audit(strict=True)
+def test_marked_strictly():
+    audit(step())
+
+
+def test_plain():
+    audit(step())
+'''
+
+
+def test_a_warning_is_shown_and_fails_a_test_in_strict_mode_only(tmp_path: Path) -> None:
+    found, text, code = outcomes(tmp_path, tests=WARNING, errors=False)
+    failed = {name for name, outcome in found.items() if outcome == "FAILED"}
+    assert code == 1 and failed == {"test_fixture[True]", "test_marked_strictly"}, text
+    assert text.count("PytestWarning: the audit warns: ") == 2 and "which is a failure in strict mode" in text
+
+
+@pytest.mark.parametrize(("word", "code"), [("--audit", 0), ("--audit-strict", 1)])
+def test_the_report_of_a_run_lists_warnings(tmp_path: Path, word: str, code: int) -> None:
+    _, text, found = outcomes(tmp_path, word, "-k", "plain", tests=WARNING, errors=False)
+    report = text.split("= audit =")[1]
+    assert found == code, text
+    assert ("warning: " in report) == (code == 0) and "IG on context in ids (ids)" in report
+    assert ("1 hold (1 with warnings)" if code == 0 else "1 break a law, 0 hold,") in report
