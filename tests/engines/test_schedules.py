@@ -96,6 +96,7 @@ def test_the_laws_of_the_audit_hold(schedule: AnySchedule, total: int) -> None:
         final=2e-3 * floor,
         total=total,
         warmup=schedule.warmup_updates(total),
+        ends=total,
     )
     findings = list(subject.check())
     assert not [f for f in findings if f.outcome != "holds"]
