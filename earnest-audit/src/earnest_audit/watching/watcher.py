@@ -348,7 +348,7 @@ class Watch:
         none = not any(id(p) in self._rates.now for p in named.values())
         strays = [n for n in named if n in self._seen and self._seen[n].stray.row >= (ENOUGH if none else MANY)]
         return judged(
-            "GL", "the optimizer's parameters", f"{len(strays)} with a gradient that it does not have and that stay constant", "0",
+            "GL", "the optimizer's parameters", f"{len(strays)} with a gradient are missing, and stay constant", "0",
             not strays,
             f"{some(strays)} get a gradient and no optimizer moves them: they were unfrozen, or put in another's place,"
             " after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as a "
