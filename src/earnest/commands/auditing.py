@@ -61,7 +61,7 @@ def audit(
     elif ":" in recipe:
         found = _grader_verdict(recipe, overrides or [])
     elif recipe.endswith(".py"):
-        found = script_verdict(Path(recipe), overrides or [], quick=quick)
+        found = script_verdict(Path(recipe), overrides or [], quick=quick, strict=strict)
     else:
         found = _recipe_verdict(recipe, overrides or [], quick)
     files = {"junit": junit, "sarif": sarif, "markdown": markdown}
