@@ -131,7 +131,8 @@ def test_the_plain_table_has_every_row_and_every_meaning() -> None:
     text = str(Verdict((HOLDS, FAILS, SKIPPED), notes=("dropout was off",)))
     lines = text.splitlines()
     assert lines[1].split() == ["law", "subject", "measured", "expected", "verdict"] and set(lines[2]) == {"-", " "}
-    assert "· dropout was off" in lines and "✗ MI on padding <|pad|> & more: More padding | changes it." in lines
+    meaning = "✗ MI on padding <|pad|> & more: More padding | changes it. (a b.py:7)"
+    assert "· dropout was off" in lines and meaning in lines, "what it means, and where"
     assert max(map(len, lines)) <= 120
 
 
@@ -283,7 +284,7 @@ def test_a_warning_is_shown_in_every_format_and_is_no_failure() -> None:
     verdict = Verdict((HOLDS, WARNS))
     assert verdict.holds and verdict.warnings == (WARNS,) and not verdict.failures
     assert verdict.summary == "1 holds, 0 fail, 1 warns" and verdict.to_dict()["counts"]["warns"] == 1
-    assert "! IG on context in ids: The context does not matter." in str(verdict).splitlines()
+    assert "! IG on context in ids: The context does not matter. (a b.py:9)" in str(verdict).splitlines()
     root = ElementTree.fromstring(junit(verdict))
     assert [child.tag for child in root[0][1]] == ["system-out"] and root.attrib["failures"] == "0"
     assert [r["level"] for r in json.loads(sarif(verdict))["runs"][0]["results"]] == ["warning"]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from earnest_audit import Metric, Setting, Step, StepError, audit, infer
-from earnest_audit.errors import EarnestError
+from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.first_edition import Raises
 from earnest_audit.laws import clipping, direction, knobs, metrics, on_policy
 from tests.audit.steps import policy_step
@@ -82,3 +82,12 @@ def test_an_unknown_kind_is_an_error() -> None:
     step = policy_step()
     with pytest.raises(StepError, match="unknown kind 'clipp'"):
         Step(step.model, step.loss, step.batch, settings={"clip": Setting(0.2, "clipp")})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [("clipping", "'clip'"), ("clip higher", "'clip high'"), ("clp", "'clip'"), ("lr_schedul", "'lr_schedule'"),
+     ("zeta", "known: clip, clip high, lr, lr_schedule.")],
+)  # fmt: skip
+def test_an_unknown_name_gets_the_one_that_was_meant(written: str, meant: str) -> None:
+    assert meant in nearest(written, ["lr", "clip high", "lr_schedule", "clip"])

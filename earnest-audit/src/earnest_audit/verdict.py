@@ -47,6 +47,12 @@ class Finding:
     def __str__(self) -> str:
         return f"{self.law} on {self.subject}: {self.measured}, expected {self.expected}. {self.meaning}".rstrip()
 
+    @property
+    def line(self) -> str:
+        """What it means and where, as printed below a table."""
+        where = f" ({self.place})" if self.place else ""
+        return f"{self.law} on {self.subject}: {self.meaning}".rstrip() + where
+
     def doubtful(self, right: str) -> Finding:
         """A warning in place of a failure; every other row as it is. ``right``: which right steps do the same."""
         meaning = f"{self.meaning} Right steps do the same: {right}".strip()
@@ -150,7 +156,7 @@ class Verdict:
         for remark in self.remarks():
             yield f"[dim]· {escape(remark)}[/]"
         for mark, found in (("[yellow]![/]", self.warnings), ("[red]✗[/]", self.failures)):
-            yield from (f"{mark} {escape(f'{f.law} on {f.subject}: {f.meaning}')}" for f in found)
+            yield from (f"{mark} {escape(f.line)}" for f in found)
         yield self.summary
 
     def __str__(self) -> str:
@@ -162,7 +168,7 @@ class Verdict:
         lines.insert(1, "  ".join("-" * width for width in widths))
         below = [f"· {remark}" for remark in self.remarks()]
         for mark, found in (("!", self.warnings), ("✗", self.failures)):
-            below += [f"{mark} {f.law} on {f.subject}: {f.meaning}" for f in found]
+            below += [f"{mark} {f.line}" for f in found]
         folded = [textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False) for text in below]
         return "\n".join([self.title, *lines, *folded, self.summary]) + "\n"
 
