@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,15 @@ for _ in range(6):
 """
 
 
+def records(text: str) -> Iterator[Any]:
+    """The JSON values that stand one after the other in a text."""
+    decoder, text = json.JSONDecoder(), text.strip()
+    while text:
+        found, end = decoder.raw_decode(text)
+        yield found
+        text = text[end:].strip()
+
+
 def checked(python: Path, case: str, folder: Path) -> dict[str, Any]:
     """The invariants that fail on the defect, and on the fix with its rows in another order."""
     path = [str(ROOT), str(ROOT / "src"), str(ROOT / "earnest-audit" / "src")]
@@ -67,8 +76,8 @@ def checked(python: Path, case: str, folder: Path) -> dict[str, Any]:
 
     def violated(name: str) -> list[str]:
         run("traincheck-check", "-f", name, "-i", "invariants.json", "-o", f"{name}-result", "--no-html-report")
-        failed = [line for f in (folder / f"{name}-result").rglob("failed*.log") for line in f.read_text().splitlines()]
-        return sorted({line[:80] for line in failed if line.strip()})
+        reports = (folder / f"{name}-result").rglob("failed*.log")
+        return sorted({found["invariant"]["text_description"] for f in reports for found in records(f.read_text())})
 
     trace("reference", "fixed", False)
     run("traincheck-infer", "-f", "reference", "-o", "invariants.json")

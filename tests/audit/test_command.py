@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -238,6 +239,16 @@ def test_the_laws_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -
     assert {"MI", "GL"} <= {row["code"] for row in json.loads(capsys.readouterr().out)}
     assert main(["laws", "MY"]) == 2
     assert "there is no law 'MY': did you mean 'M" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["laws"], ["laws", "MI"], ["laws", "--json"]])
+def test_a_reader_that_ends_early_gets_no_traceback(words: list[str]) -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # as `head` does
+    command = [sys.executable, "-m", "earnest_audit", *words]
+    ended = subprocess.run(command, check=False, stdout=writes, stderr=subprocess.PIPE, text=True)
+    os.close(writes)
+    assert ended.returncode == 1 and not ended.stderr
 
 
 def test_the_help_shows_that_an_option_takes_a_file() -> None:

@@ -115,6 +115,9 @@ def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) 
         first = torch.nan_to_num(shown, nan=-torch.inf).amax(-1, keepdim=True)
         if bool(((shown == first) | ~on).all()):  # constant along every row
             spread = torch.where(on, spread[:, :1].expand_as(old), spread)
+    drawn = spread if on is None else spread.masked_select(on)
+    if bool((drawn > 0).all() | (drawn < 0).all()):  # one sign by chance
+        spread[: len(spread) // 2] *= -1
     return spread.to(old.dtype)
 
 

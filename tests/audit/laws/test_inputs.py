@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, audit
+from earnest_audit import Step, audit, edits
 from earnest_audit.laws import (
     inputs,
     knobs,
@@ -160,6 +160,17 @@ def test_ids_that_the_loss_does_not_read_fail() -> None:
 
 def measured(verdict: Verdict) -> dict[str, str]:
     return {f.subject: f.measured for f in verdict.findings}
+
+
+@pytest.mark.parametrize("wide", [False, True])
+def test_off_policy_advantages_have_both_signs_in_every_draw(wide: bool) -> None:
+    """verl's clipped share of tokens with positive advantages is 0 in every state that has none."""
+    for seed in range(64):
+        step = policy_step(seed=seed)
+        if wide:
+            step.batch["advantages"] = step.batch["advantages"][:, None] * step.batch["mask"]
+        taken = edits.off_policy(step)["advantages"] * (step.batch["mask"] if wide else 1)
+        assert bool((taken > 0).any()) and bool((taken < 0).any()), seed
 
 
 def test_a_gradient_that_is_nan_off_policy_is_reported_once() -> None:

@@ -86,6 +86,17 @@ def test_a_threshold_that_was_set_far_below(read: float, expected: str, tau: flo
     assert outcome(sft_step(loss, settings={"tau": tau}), knobs.LAW, "setting tau") == expected
 
 
+@pytest.mark.parametrize(("read", "expected"), [(1.0, "holds"), (0.0, "fails")])
+def test_a_threshold_that_lies_far_above(read: float, expected: str) -> None:
+    """A bound of differences of probabilities (prime-rl's dppo_mask_high), where all probabilities are tiny."""
+
+    def loss(model: nn.Module, batch: Data, high: float) -> Tensor:
+        value = sft_loss(model, batch)[0]
+        return torch.where(1e-5 * value.detach() > read * high, 0.0, 1.0) * value + (1 - read) * value
+
+    assert outcome(sft_step(loss, settings={"high": 0.2}), knobs.LAW, "setting high") == expected
+
+
 def rows(findings: tuple[Finding, ...]) -> dict[str, str]:
     return {f.subject: f.outcome for f in findings}
 

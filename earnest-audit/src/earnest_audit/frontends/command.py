@@ -42,7 +42,7 @@ def main(words: Sequence[str] | None = None) -> int:
         if not rest:
             parser.error("give a training script (.py), or `laws`.")
         if rest[0] == "laws":
-            print(_laws(rest[1:], options.json))
+            print(_laws(rest[1:], options.json), flush=True)
             return 0
         files = {name: getattr(options, name) for name in FORMATS}
         require_writable(files)
@@ -51,6 +51,9 @@ def main(words: Sequence[str] | None = None) -> int:
     except EarnestError as error:
         print(f"earnest-audit: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # the reader of the output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except KeyboardInterrupt:
         return 130
 
@@ -118,6 +121,7 @@ def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) ->
         print(json.dumps(verdict.to_dict(), indent=1))
     else:
         show(verdict)
+    sys.stdout.flush()
     return 0 if verdict.holds else 1
 
 

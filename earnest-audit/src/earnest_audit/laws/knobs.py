@@ -161,8 +161,9 @@ def _trials(
         return
     if step.kinds.get(knob) == "target":
         yield from ((", far beyond,", base, other) for other in (-value, -1e3))  # a hinge whose every pair is active
-    elif isinstance(value, float):
-        yield ", far beyond,", base, math.copysign(max(1e6 * abs(value), 1e3), value)  # a threshold of another state
+    elif isinstance(value, float):  # a threshold of another state
+        yield ", far beyond,", base, math.copysign(max(1e6 * abs(value), 1e3), value)
+        yield ", far below,", base, 1e-6 * value
     if not clip:
         yield from ((whole, batch, other) for batch in _beside(probe, base, value) for other in others[:2])
     if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
