@@ -4,8 +4,10 @@ Several rows: torch's float32 product copies the weight into blocks at every cal
 order in which oneDNN reads it, the products of SmolLM2 take 0.7 of the time at 32 rows and 0.6 at 8. The copy takes as
 long as it saves in about eight tokens.
 
-One row: the product of a matrix with a vector reads every weight once, and MKL's single product reads more slowly than
-its batched one (SmolLM2's head in one thread: 10.3 and 6.0 ms). So the weight is read as two halves, without a copy:
+One row: the product of a matrix with a vector reads every weight once. On some processors MKL's single product reads
+more slowly than its batched one (SmolLM2's head in one thread: 10.3 and 6.0 ms), on others it does not (11.7 and
+22 ms). Both are timed once in a process, and where the batched one wins, the weight is read as two halves, without a
+copy:
 
     W x = [W₁ x; W₂ x]
 
@@ -16,6 +18,8 @@ each weight, so a write of single elements may be missed. The copies exist while
 
 from __future__ import annotations
 
+import functools
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +33,7 @@ from earnest.models.written import FEW, tensor_key
 PACKED_BYTES = 2 << 30  # of copies; the smallest weights of a larger model get none
 PACKED_FROM = 16  # new tokens of a completion, from which on the copies are made
 _LEAST = 1 << 18  # elements of a weight; for a smaller one the call costs what its product saves
-_HALVES = torch.backends.mkl.is_available()  # one row is multiplied with the halves of a weight
+_TIMED = (8192, 576)  # the shape of the weight with which products of one row are timed: larger than most L2 caches
 _ROWS = 32  # the order is the same for all numbers of rows from 8 on
 
 
@@ -47,11 +51,25 @@ class _PackedWeight(Tensor):
             if func is nn.functional.linear and len(args) > 1 and type(args[1]) is cls and not kwargs:
                 x, weight, bias = (*args, None)[:3]
                 if x.dtype == torch.float32 and not torch.is_grad_enabled():
-                    if x.numel() == weight.shape[1] and weight.shape[0] % 2 == 0 and _HALVES:
+                    if x.numel() == weight.shape[1] and weight.shape[0] % 2 == 0 and _halves_are_faster():
                         return _one_row(x, weight, bias)
                     if weight.copied is not None:
                         return torch.ops.mkldnn._linear_pointwise(x, weight.copied, bias, "none", [], "")
             return func(*args, **(kwargs or {}))
+
+
+@functools.cache
+def _halves_are_faster() -> bool:
+    """Whether one row is multiplied with the halves of a weight faster than with the whole, on this processor."""
+    weight, x, spans = torch.ones(_TIMED), torch.ones(1, _TIMED[1]), dict[bool, float]()
+    for halves in (False, True) * 5:
+        began = time.perf_counter()
+        if halves:
+            _one_row(x, weight, None)
+        else:
+            nn.functional.linear(x, weight)
+        spans[halves] = min(spans.get(halves, torch.inf), time.perf_counter() - began)
+    return spans[True] < spans[False]
 
 
 def _one_row(x: Float[Tensor, "... n"], weight: Float[Tensor, "m n"], bias: Tensor | None) -> Float[Tensor, "... m"]:
