@@ -66,6 +66,41 @@ def test_the_same_opening_token_everywhere_may_be_learned() -> None:
     assert outcomes(boundary_step(False, opening=1))[documents.FIRST] == "not applicable"
 
 
+class Placed(nn.Embedding):
+    """Tokens and where they stand: without that, attention does not see in which order they are."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return super().forward(ids) + super().forward(torch.arange(ids.shape[1]))
+
+
+def unlabelled(seed: int, heeded: bool, leaks: bool = False, opening: int | None = None, **more: Any) -> Step:
+    """The step makes its labels from the ids, as torchtune #2613 did over the whole row."""
+    ids = torch.randint(2, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(seed))
+    packs = torch.tensor([[0] * 5 + [1] * 7, [0] * 4 + [1] * 3 + [2] * 5])
+    begins = packs != packs.roll(1, dims=-1)
+    ids = torch.where(begins.roll(-1, dims=-1), 1, ids)  # an end
+    ids = ids if opening is None else torch.where(begins, opening, ids)
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        logits = model(batch["ids"], documents=None if leaks else batch["documents"])[:, :-1]
+        inside = batch["documents"][:, 1:] == batch["documents"][:, :-1]
+        labels = torch.where(inside, batch["ids"][:, 1:], -100) if heeded else batch["ids"][:, 1:]
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=-100)
+
+    batch, model = {"ids": ids, "documents": packs}, Tiny(seed)
+    model.embed = Placed(VOCABULARY, model.embed.embedding_dim)
+    return Step(model, loss, batch, roles(batch), family="sft", all_supervised=True, **more)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_step_that_makes_its_labels_from_a_packed_row(seed: int) -> None:
+    assert outcomes(unlabelled(seed, heeded=True)) == {documents.PACKED: "holds"}
+    assert outcomes(unlabelled(seed, heeded=False)) == {documents.PACKED: "fails"}
+    assert outcomes(unlabelled(seed, heeded=True, leaks=True)) == {documents.PACKED: "fails"}
+    assert outcomes(unlabelled(seed, heeded=False, opening=0)) == {documents.PACKED: "holds"}  # the same after each end
+    assert outcomes(unlabelled(seed, heeded=True, rows_interact=True)) == {documents.PACKED: "not applicable"}
+
+
 def rollouts() -> tuple[nn.Module, dict[str, Tensor]]:
     """Two rows of two documents each."""
     model, at = Tiny(), torch.arange(12)

@@ -3,38 +3,64 @@ first token is not a target.
 
 other documents     every second document of a row is supervised: ids and signals of the others do not matter
 first tokens        a document's first token is not predicted from the document before it
+reordered tokens    g(a, b) - g(a', b) = g(a, b') - g(a', b'), where the step makes its labels from the ids
 
-Needs: roles documents and ids beside mask or labels
-How: Every second document is supervised while the others are changed; then only first tokens are supervised.
-Exceptions: A first token that all documents share (BOS after EOS) may be supervised.
-Detects: TRL #4170, torchtitan #4075, nanoVLM #201
+Needs: roles documents and ids; mask or labels where the batch has them
+How: Every second document is supervised while the others are changed; then only first tokens are supervised. Without a
+mask and labels, tokens of every second document, of the others, and of both are reordered.
+Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
+a row (a balance loss) is declared with its weight, or rows_interact=True.
+Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613
 """
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
-from earnest_audit.step import Step
 
 PACKED, FIRST = "another document in the packed row", "documents' first tokens"
-
-
-def declared(step: Step) -> bool:
-    return None not in (step.value("documents"), step.value("ids"), edits.supervised(step))
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
     documents, ids, on = step.batch[step.roles["documents"]], step.batch[step.roles["ids"]], edits.supervised_wide(step)
-    if on is None or documents.shape != ids.shape:
+    if documents.shape != ids.shape or (on is None and edits.supervised(step) is not None):
         raise Ends(LAW.not_applicable(PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit"))
     begins = edits.begins(documents)
     if not bool(begins.any()):
         raise Ends(LAW.not_applicable(PACKED, "every row is one document"))
-    yield from probe.tried({PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on)})
+    if on is None:
+        yield from _reordered(probe, begins, ids)
+    else:
+        yield from probe.tried({PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on)})
+
+
+def _reordered(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
+    """A document's tokens move by one place; its first and last ones stay where all have the same (BOS, EOS)."""
+    step, number, moved, free = probe.step, begins.long().cumsum(-1), ids.clone(), torch.ones_like(begins)
+    starts = torch.cat([torch.ones_like(begins[:, :1]), begins[:, 1:]], 1)
+    for shift in (0, -1):
+        if len(ids[begins.roll(shift, dims=-1)].unique()) == 1:
+            free &= ~starts.roll(shift, dims=-1)
+    for row, n in {(row, n) for row, line in enumerate(number.tolist()) for n in line}:
+        place = (number[row] == n) & free[row]
+        moved[row, place] = ids[row, place].roll(1)
+    batches = [{**step.batch, step.roles["ids"]: torch.where(turn, moved, ids)} for turn in
+               (number < 0, number % 2 == 0, number % 2 == 1, number >= 0)]  # fmt: skip
+    whole, first, second, both = (probe.gradient(batch, probe.quiet) for batch in batches)
+    if step.rows_interact or step.drops_tokens or min(map(whole.distance, (first, second))) <= probe.tolerance:
+        raise Ends(LAW.not_applicable(PACKED, "tokens interact by declaration, or their order does not matter"))
+    left = whole.minus(first).minus(second.minus(both)).norm() / max(whole.norm(), both.norm())
+    yield probe.same(
+        PACKED, left,
+        "What a document's tokens change depends on the other documents of the packed row: labels are shifted over the "
+        "whole row, so that a first token is predicted from another document, or attention does not know the packing.",
+        rows=True, what="reordered tokens of one move the others' part by {} of the gradient",
+    )  # fmt: skip
 
 
 def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
@@ -55,7 +81,11 @@ def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
         if before.norm() > 0:
             changed = {**batch, key: edits.other_ids(step, ids, others & (ids >= 0))}
             for salt, role in enumerate(signals):
-                changed = _other_signal(step, changed, role, others, salt)
+                old: Tensor = step.batch[step.roles[role]]
+                there = edits.fit(others, old)
+                assert there is not None  # rewards only where there are some: they may be summed without a mask
+                there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
+                changed = edits.perturb(step, changed, role, edits.generator(step, 700 + salt), where=there)
             changes.append(before.distance(probe.gradient(changed)))
     if not changes:
         raise Ends(LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row"))
@@ -64,15 +94,6 @@ def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
         "Documents of one packed row depend on each other. Either attention does not know the packing (position ids, "
         "cu_seqlens; an all-ones mask may switch its detection off), or a signal is summed along the whole row.",
     )  # fmt: skip
-
-
-def _other_signal(step: Step, batch: edits.Batch, role: str, where: Tensor, salt: int) -> edits.Batch:
-    """Other values there; rewards only where there are some, since they may be summed without a mask."""
-    old: Tensor = step.batch[step.roles[role]]
-    there = edits.fit(where, old)
-    assert there is not None
-    there = there.expand_as(old) & (old != 0) if role == "rewards" else there.expand_as(old)
-    return edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
 
 
 def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
@@ -99,5 +120,5 @@ def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
 
 
 LAW = Law("MI-PACKED", "packed documents", __doc__, check, perturbed=True, asks=(
-    (PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,', declared),
+    (PACKED, 'roles={"ids": …, "documents": …}, where rows are packed,', lambda s: {"ids", "documents"} <= {*s.roles}),
 ))  # fmt: skip

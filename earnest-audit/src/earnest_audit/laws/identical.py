@@ -22,7 +22,6 @@ from earnest_audit.law import Law, Rows
 from earnest_audit.laws.parts import Part, weakest
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.probe import Probe
-from earnest_audit.step import Step
 
 IDENTICAL = "identical distributions"
 ENDS = (1e-3, 0.5, 1 - 1e-3)
@@ -30,15 +29,10 @@ ENDS = (1e-3, 0.5, 1 - 1e-3)
 TURNED = (1.5, 40.0)
 
 
-def sampled(step: Step) -> bool:
-    """Teachers as advantages: the gradient is 0 only where the sampler is the policy."""
-    return step.ratio_role in step.roles
-
-
 def check(probe: Probe) -> Rows:
     step = probe.step
     key = step.roles["teacher"]
-    base = on_policy(probe) if sampled(step) else step.batch
+    base = on_policy(probe) if step.ratio_role in step.roles else step.batch  # 0 on-policy for teachers as advantages
     own: Tensor = probe.forward(step.student, graph=False).detach()
     twin = own.to(step.batch[key].dtype).reshape(step.batch[key].shape)
     same = probe.kept_batch("the student as its teacher", lambda: {**base, key: twin})
@@ -112,6 +106,6 @@ LAW = Law(
     "DIV-ZERO", "identical", __doc__, check, quick=False, perturbed=True, when=lambda step: "teacher" in step.roles,
     asks=(
         (IDENTICAL, "student=lambda model, batch: …, in the teacher's form,", lambda step: step.student is not None),
-        (IDENTICAL, "logprobs=lambda model, batch: …", lambda step: step.logprobs is not None or not sampled(step)),
+        (IDENTICAL, "logprobs=lambda model, batch: …", lambda s: s.logprobs is not None or s.ratio_role not in s.roles),
     ),
 )  # fmt: skip
