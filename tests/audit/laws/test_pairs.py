@@ -188,6 +188,27 @@ def test_pairs_with_weights_of_their_own(role: str | None) -> None:
     assert judged(step)[ALIKE] == ("holds" if role else "fails")
 
 
+@pytest.mark.parametrize("declared", ["sums", "averages"])
+@pytest.mark.parametrize("seed", range(2))
+def test_references_in_another_unit_than_the_log_probs(seed: int, declared: str) -> None:
+    """IPO of averages with stored sums: right where the loss divides both, in whatever unit ``logprobs`` is."""
+
+    def ipo(divided: bool) -> Any:
+        def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
+            counts = [batch[f"{side}_mask"].sum(-1) if divided else 1 for side in ("chosen", "rejected")]
+            (c, r), (n, m) = averages(model, batch), counts
+            gap = (c - batch["ref_chosen"] / n) - (r - batch["ref_rejected"] / m)
+            return (gap - 1 / (2 * beta)).square().mean()
+
+        given = dpo_step(loss, seed=seed)
+        given.metrics, given.settings = {}, {"beta": 0.5}
+        given.logprobs = sequence_logprobs if declared == "sums" else averages
+        return given
+
+    assert judged(ipo(True))[ALIKE] == "holds"
+    assert judged(ipo(False))[ALIKE] == "fails"
+
+
 def test_a_smoothed_half_with_a_wrong_sign_is_seen() -> None:
     def smoothed(sign: float, target: float) -> Any:
         def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, label_smoothing: float) -> Tensor:

@@ -6,7 +6,7 @@ lp = reference                      →   every pair has the same weight, toward
 
 Needs: roles chosen and rejected; logprobs=fn for the margin; the weight of any other term in the loss
 How: The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε is
-compared with 1 - ε on swapped answers.
+compared with 1 - ε on swapped answers. Sums and averages of ``logprobs`` are tried, references keep their own unit.
 Exceptions: SPPO, NCA and BCO weigh each answer by itself: pairwise=False. IPO pulls a margin that is beyond its target
 back.
 Detects: sign errors, swapped or differently masked answers, a smoothed half with a wrong sign
@@ -107,13 +107,14 @@ def _remaining(probe: Probe) -> Part:
 def _margin(probe: Probe, part: Part) -> Rows:
     """Descending the loss must widen the margin; and at the reference every pair has the same weight."""
     step = probe.step
-    chosen, rejected = probe.forward(step.logprobs)
-    wider = probe.pull((chosen - rejected).sum())
+    units = _units(step, torch.stack(tuple(probe.forward(step.logprobs))))
+    wider, *others = [probe.pull((now[0] - now[1]).sum(), retain=True) for now in units]
     cosine = widest = -part.gradient(probe, step.batch).cosine(wider)
     measured = f"cosine {beside(cosine, NEAR)} between -∇L and ∇(chosen - rejected)"
     referred = set(REFERENCES) <= step.roles.keys()
     if referred:  # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
-        alike = -_at_reference(probe, part, wider, (chosen.detach(), rejected.detach()))
+        there = _at_reference(probe, part, [now.detach() for now in units])
+        alike = max((-there.cosine(w) for w in (wider, *others)), key=abs)
         widest = max(cosine, alike)
         measured += f", {beside(alike, NEAR)} at the reference" if cosine <= NEAR else ""
     yield probe.descends(
@@ -129,23 +130,33 @@ def _margin(probe: Probe, part: Part) -> Rows:
             "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
             "reference enters with the wrong sign, on the wrong side, or normalised differently; or pairs have weights "
             "of their own: declare them (role weights; value_is_loss=False where the loss makes them under a detach); "
-            "or each answer is weighed by itself: pairwise=False; or logprobs=fn gives sums, and the loss averages.",
+            "or each answer is weighed by itself: pairwise=False.",
         )  # fmt: skip
 
 
-def _at_reference(probe: Probe, part: Part, wider: Gradient, now: tuple[Tensor, Tensor]) -> float:
-    """The cosine between ∇L and the margins' gradient where the policy is its own reference, and every pair counts
-    alike."""
+def _units(step: Step, now: Tensor) -> list[Tensor]:
+    """The log-probs of both sides [2, P] as they are, over the answers' lengths (sums) and times them (averages)."""
+    masks = [m for side in edits.SIDES if (m := step.value(f"{side}_mask")) is not None]
+    counts = torch.stack([m.flatten(1).sum(-1).clamp(min=1) for m in masks]) if len(masks) == 2 else None
+    return [now] if counts is None or counts.shape != now.shape else [now, now / counts, now * counts]
+
+
+def _at_reference(probe: Probe, part: Part, units: list[Tensor]) -> Gradient:
+    """∇L where the policy is its own reference, and every pair counts alike. The reference is in the unit of
+    ``logprobs``, unless the stored numbers are several times nearer to another one."""
     step = probe.step
     batch = dict(step.batch)
     for role in (r for r in ("weights", "margin") if r in step.roles):
         value: Tensor = batch[step.roles[role]]
         mean = value.float().mean().to(value.dtype).expand_as(value).clone()
         batch[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
-    for role, own in zip(REFERENCES, now, strict=True):
+    stored = torch.stack([batch[step.roles[role]].reshape(units[0][0].shape) for role in REFERENCES])
+    far = [float((stored / now).log().abs().max()) for now in units]
+    nearest = min(range(len(far)), key=far.__getitem__)
+    for role, own in zip(REFERENCES, units[nearest if far[nearest] < far[0] / 3 else 0], strict=True):
         old: Tensor = batch[step.roles[role]]
         batch[step.roles[role]] = own.reshape(old.shape).to(old.dtype)
-    return part.gradient(probe, batch).cosine(wider)
+    return part.gradient(probe, batch)
 
 
 def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Rows:
