@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Step, audit
 from earnest_audit.laws import shadow
-from tests.audit.steps import Tiny, sft_loss, sft_step
+from tests.audit.steps import Tiny, dpo_step, sft_loss, sft_step
 
 
 def shadowed(change: Callable[[Any], Any], loss: Any = sft_loss) -> list[str]:
@@ -78,3 +80,31 @@ def test_far_out_a_gradient_of_another_direction_fails() -> None:
     step = sft_step()
     rows = audit(Step(Tiny(), loss, step.batch, step.roles), laws=[shadow.LAW]).findings
     assert {f.subject: f.outcome for f in rows}["confident outputs"] == "fails"
+
+
+@pytest.mark.parametrize("coarse", [False, True])
+@pytest.mark.parametrize("seed", range(2))
+def test_margins_without_a_reference_are_made_large(seed: int, coarse: bool) -> None:
+    """A reward model (DeepSpeed-Chat): log(sigmoid(x)) is lost where the rejected answer is far ahead."""
+    given = dpo_step(seed=seed)
+    batch = {k: v for k, v in given.batch.items() if not k.startswith("ref_")}
+    roles = {r: k for r, k in given.roles.items() if "reference" not in r}
+    model = Tiny(seed)
+    model.head = nn.Linear(model.head.in_features, 1)
+
+    def scores(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=coarse):
+            chosen, rejected = (model(batch[s], batch[f"{s}_attention"])[:, -1, 0] for s in ("chosen", "rejected"))
+        return chosen, rejected
+
+    def outcome(of: Callable[[Tensor], Tensor], **declared: Any) -> str:
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            chosen, rejected = scores(model, batch)
+            return -of(chosen - rejected).mean()
+
+        step = Step(model, loss, batch, roles, **declared)
+        return {f.subject: f.outcome for f in audit(step, laws=[shadow.LAW]).findings}["far margins"]
+
+    assert outcome(lambda x: F.logsigmoid(x.float()), logprobs=scores) == "holds"
+    assert outcome(lambda x: x.sigmoid().log(), logprobs=scores) == "fails"
+    assert outcome(lambda x: x.sigmoid().log()) == "not applicable"  # and the row says so

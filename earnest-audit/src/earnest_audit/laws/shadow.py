@@ -2,7 +2,7 @@
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
-(log-probs of the batch follow), and with pairs far from their references.
+(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
 Warns: (far out, where half of the gradient or more is there and it does not turn away) a form that loses digits only
@@ -12,6 +12,7 @@ Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,6 +24,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.finite_difference import float64_copy
+from earnest_audit.laws.pairs import can_be_swapped, swapped
 from earnest_audit.probe import Probe
 from earnest_audit.restore import put_back
 from earnest_audit.verdict import Finding
@@ -36,6 +38,7 @@ LOST = 1e-2  # of the gradient: what rounding may change where log-probs or marg
 SHARE = 0.5  # of the float64 gradient: with less of it far out, training is lost there
 ALONG = 0.25  # along the float64 gradient: with less, most of it has another direction
 INFINITE = "the float64 shadow is not finite either"
+SPENT = "not checked: the budget is spent"
 
 
 def check(probe: Probe) -> Rows:
@@ -45,16 +48,16 @@ def check(probe: Probe) -> Rows:
     with probe.perturbed():
         batch = probe.off_policy()
     yield _compare(probe, "the batch", batch)
-    if not probe.afford(7 / 3 if step.logprobs is None else 3, keep=0):  # two gradients, and looks at the log-probs
-        raise Ends(LAW.not_applicable("confident outputs", "not checked: the budget is spent"))
-    state = _confident(probe)
+    enough = probe.afford(7 / 3 if step.logprobs is None else 3, keep=0)  # two gradients, and looks at the log-probs
+    state = _confident(probe) if enough else SPENT
     if isinstance(state, str):
         yield LAW.not_applicable("confident outputs", state)
     else:
         head, factor, sharp = state
         yield _compare(probe, "confident outputs", sharp, head, factor)
-    if step.kind == "preference" and {"reference_chosen", "reference_rejected"} <= step.roles.keys():
-        yield _far_margins(probe)
+    if step.kind == "preference" and "chosen" in step.roles:
+        with probe.may_refuse("far margins"):
+            yield _far_margins(probe, state if isinstance(state, str) else state[0])
 
 
 def _confident(probe: Probe) -> tuple[Tensor, float, edits.Batch] | str:
@@ -99,19 +102,22 @@ def _farthest(probe: Probe) -> float:
     return abs(probe.look(dict(step.batch)).loss) if step.kind == "sft" else FAR
 
 
-def _far_margins(probe: Probe) -> Finding:
-    """By turns pairs far on the right and on the wrong side of their references: as far as float64 can follow."""
-    key = probe.step.roles["reference_chosen"]
-    old: Tensor = probe.step.batch[key]
-    side = torch.where(torch.arange(len(old), device=old.device) % 2 == 0, 1.0, -1.0)
-    for margin in MARGINS:
-        if not probe.afford(2, keep=0):
-            break
-        far = old + (margin * side).reshape(-1, *[1] * (old.ndim - 1)).to(old.dtype)
-        row = _compare(probe, "far margins", {**probe.step.batch, key: far})
-        if row.measured != INFINITE:
+def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
+    """Outputs so large that the farthest pair is far on the wrong side (else swapped), as far as float64 can follow."""
+    step, far = probe.step, "far margins"
+    if isinstance(head, str) or step.logprobs is None or not can_be_swapped(step):
+        return LAW.not_applicable(far, head if isinstance(head, str) else "no logprobs, or answers cannot be swapped")
+    with probe.perturbed(), _scaled(head, SHARPEN):
+        chosen, rejected = _logprobs(probe)
+    gap = max((chosen - rejected).flatten().tolist(), key=abs) / SHARPEN or 1e-6
+    batch = swapped(step, step.batch) if gap > 0 else dict(step.batch)
+    for factor in (margin / abs(gap) for margin in MARGINS if probe.afford(7 / 3, keep=0)):
+        probe.cost += 1 / 3
+        with probe.perturbed(), _scaled(head, factor):
+            loss = probe.twin(torch.float64).look(edits.lifted(batch, torch.float64)).loss
+        if math.isfinite(loss) and (row := _compare(probe, far, batch, head, factor)).measured != INFINITE:
             return row
-    return LAW.not_applicable("far margins", "not checked: the budget is spent, or float64 is not finite either")
+    return LAW.not_applicable(far, f"{SPENT}, or float64 is not finite either")
 
 
 def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = None, factor: float = 1.0) -> Finding:
