@@ -114,6 +114,17 @@ def test_a_metric_may_stand_still_only_where_that_is_declared() -> None:
         assert bool(audit(step, laws=[metrics.LAW]).failures) == moves
 
 
+@pytest.mark.parametrize("moves", [False, True])
+def test_values_that_differ_by_rounding_are_one_value(moves: bool) -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Any]]:
+        value = sft_loss(model, batch)[0]
+        return value, {"share": 0.3 + (1e-3 if moves else 1e-8) * value.detach().double()}
+
+    (row,) = [f for f in audit(sft_step(loss, metrics={"share": Metric()}), laws=[metrics.LAW]).findings
+              if f.expected == "it moves"]  # fmt: skip
+    assert row.outcome == ("holds" if moves else "fails") and " … " in row.measured
+
+
 def test_a_declared_neutral_value_must_be_declared() -> None:
     step = policy_step()
     loss = step.loss

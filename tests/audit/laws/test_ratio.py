@@ -34,7 +34,7 @@ ROLES = {"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "o
 
 
 def failures(verdict: Verdict) -> set[str]:
-    """Failures and warnings: law PG-RATIO is a contrib law."""
+    """Failures and warnings: law PG-RATIO fails only where both samplers are declared."""
     return {f.subject for f in verdict.strict().failures}
 
 
@@ -93,7 +93,7 @@ def test_a_correction_for_the_sampler(how: str, seen: set[str], dtype: torch.dty
     """The clip is judged beside the correction too, whose weight once hid the ratio's slope."""
     made = step(decoupled(how), {"clip": 0.2, "cap": 2.0}, dtype, roles=TWO, rows_interact=how == "self-normalised")
     verdict = audit(made, laws=LAWS)
-    assert failures(verdict) == seen, str(verdict)
+    assert failures(verdict) == {f.subject for f in verdict.failures} == seen, str(verdict)  # not only warnings
     found = outcomes(verdict)
     clip = "clip" if how == "self-normalised" else "clip: outside, to be undone"
     assert {"the ratio's power", "the correction's power", clip} <= found.keys()
@@ -253,7 +253,7 @@ def test_a_product_over_rows_of_unequal_length_has_no_single_power(counted: int)
     step.batch.pop("ref")
     step.roles = {r: k for r, k in step.roles.items() if r != "reference"} | {"proximal": "proximal"}
     found = {f.subject: f for f in audit(step, laws=[ratio.LAW]).findings}["the correction's power"]
-    assert found.outcome == ("not applicable" if counted == 1 else "warns"), found
+    assert found.outcome == ("not applicable" if counted == 1 else "fails"), found
 
 
 @pytest.mark.parametrize("right", [True, False])
@@ -272,3 +272,21 @@ def test_a_clip_of_a_product_over_the_row(right: bool) -> None:
     step.settings, step.metrics = {"clip": 0.2}, {}
     verdict = audit(step, laws=[clipping.LAW, knobs.LAW])
     assert verdict.holds is right, str(verdict)
+
+
+@pytest.mark.parametrize("name", ["clip_ratio", "policy/clip_frac"])
+@pytest.mark.parametrize("counts", ["less", "moved", "more", "clipped", "values"])
+def test_the_clipped_share_where_every_token_is_past_its_bound(counts: str, name: str) -> None:
+    """TRL #3032 counted the tokens whose unclipped term is the smaller one; others look at the clipped ratio."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], clip: float) -> Any:
+        r, a = (logprobs(model, b) - b["old"]).exp(), b["advantages"][:, None]
+        bound = r.clamp(1 - clip, 1 + clip)
+        here = {"less": bound * a < r * a, "moved": (r - 1).abs() > clip, "more": bound * a > r * a,
+                "clipped": bound > 1 + clip + 1e-6, "values": r < 0}[counts]  # fmt: skip
+        logged = "critic/clip_ratio" if counts == "values" else name
+        return mean(clipped(r, a, clip), b["mask"]), {logged: mean(here.float(), b["mask"])}
+
+    found = {f.subject for f in audit(step(loss, {"clip": 0.2}), laws=[clipping.LAW]).failures}
+    wrong = counts in ("more", "clipped")
+    assert found == ({"clip: every token's is outside, already done"} if wrong else set())

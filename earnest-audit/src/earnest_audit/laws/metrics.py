@@ -24,7 +24,7 @@ import torch
 
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.clipping import clip_range
+from earnest_audit.laws.clipping import CLIPPED, clip_range, of_clip
 from earnest_audit.laws.pairs import exchanged
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.limits import ROUNDED, STRONG
@@ -34,7 +34,7 @@ from earnest_audit.verdict import Finding
 # Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
 # are one.
 UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
-             "mean_ratio": 1.0, "clip_fraction": 0.0, "clip_frac": 0.0, "clipfrac": 0.0, "clip_ratio": 0.0}  # fmt: skip
+             "mean_ratio": 1.0, **dict.fromkeys(CLIPPED, 0.0)}  # fmt: skip
 SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies", "rate"}  # between 0 and 1, declared or not
 NOT_SHARES = {"learning", "lr", "decay", "growth", "sampling", "token", "tokens", "step"}  # such rates may be anything
 RATIOS = {"ratio", "prob", "probability", "importance", "likelihood", "policy", "clip"}  # of these, never below 0
@@ -88,16 +88,20 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
     for name in dict.fromkeys([*declared, *_must_move(probe, named)]):
         seen = [s[name] for s in states if name in s]
         for size in (0.3, 3.0, 10.0):
-            if len(set(seen)) == 1:
+            if not _moves(seen):
                 with probe.perturbed(size):
                     seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
                     if step.kind == "preference":
                         seen.append(probe.look(exchanged(step)).metrics.get(name, seen[0]))
         yield LAW.finding(
-            f"metric {name}", f"{len(set(seen))} values in {len(seen)} far-off states", "it moves", len(set(seen)) > 1,
+            f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g} in {len(seen)} states", "it moves", _moves(seen),
             f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
             "sets, or 0 by construction.",
         )  # fmt: skip
+
+
+def _moves(seen: list[float]) -> bool:  # by more than rounding
+    return not max(seen) - min(seen) <= 16 * torch.finfo(torch.float32).eps * min(map(abs, seen))
 
 
 def _words(name: str) -> list[str]:
@@ -118,16 +122,11 @@ def _named(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | Non
 
 def _must_move(probe: Probe, named: Iterable[str]) -> list[str]:
     """The clipped share where there is a clip, and the accuracy of pairs: they vary over far-off states."""
-    step, (low, _) = probe.step, clip_range(probe)
-    clipped = low is not None and step.ratio_role in step.roles
-    return [
-        name
-        for name in named
-        if (
-            step.kind == "preference" and set(_words(name)) & {"accuracy", "accuracies"} and set(_words(name)) <= PAIRED
-        )
-        or (clipped and (short := name.lower().rsplit("/", 1)[-1]).startswith("clip") and short in UNCHANGED)
-    ]
+    step, right = probe.step, {"accuracy", "accuracies"}
+    clipped = clip_range(probe)[0] is not None and step.ratio_role in step.roles
+    words = {name: set(_words(name)) for name in named} if step.kind == "preference" else {}
+    paired = [name for name, own in words.items() if own & right and own <= PAIRED]
+    return [*paired, *(name for name in named if clipped and of_clip(name))]
 
 
 def _sums(probe: Probe) -> Rows:

@@ -12,8 +12,8 @@ gradient; then the same for the sampler correction alone. The first needs no eva
 linearity check.
 Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
 gradient as a whole: neither is judged.
-Warns: V-trace, where the returns contain the ratios of later tokens, and losses with another power of the ratio by
-design.
+Warns: (unless proximal, behaviour and advantages are declared: the ratio is to proximal, behaviour only corrects)
+V-trace, where the returns contain the ratios of later tokens, and losses with another power of the ratio by design.
 Detects: slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared ratio
 """
 
@@ -44,23 +44,22 @@ def has_ratio(step: Step) -> bool:
 
 
 def check(probe: Probe) -> Rows:
-    yield _power(
-        probe, "the ratio's power", shifted(probe, doubled=doubles(probe)), 2.0 if doubles(probe) else 1.0,
+    roles = probe.step.roles.keys()
+    # Doubled advantages share an evaluation with the on-policy law; where rows interact the step may whiten them.
+    doubled = "advantages" in roles and not probe.step.rows_interact
+    rows = [_power(
+        probe, "the ratio's power", shifted(probe, doubled=doubled), 1.0 + doubled,
         "the ratio to the policy that sampled is applied twice (as a weight and in what is differentiated; "
         "current over rollout beside current over old), or inverted",
-    )  # fmt: skip
-    if "proximal" in probe.step.roles and "rewards" not in probe.step.roles:
-        yield _power(
+    )]  # fmt: skip
+    if "proximal" in roles and "rewards" not in roles:
+        rows.append(_power(
             probe, "the correction's power", shifted(probe, ("behaviour",)), 1.0,
             "the correction for the sampler (trainer's over sampler's log-probs) is inverted, or the ratio is "
             "already relative to the sampler and is corrected again",
-        )  # fmt: skip
-
-
-def doubles(probe: Probe) -> bool:
-    """Whether advantages are doubled in the same evaluation, as the on-policy law does; where rows interact the step
-    may whiten them, and a factor has no effect."""
-    return "advantages" in probe.step.roles and not probe.step.rows_interact
+        ))  # fmt: skip
+    sure = {"proximal", "behaviour", "advantages"} <= roles and "rewards" not in roles
+    yield from rows if sure else map(LAW.doubtful, rows)
 
 
 def reach(probe: Probe) -> float:
@@ -217,4 +216,4 @@ def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
     return None if float(total.abs().max()) <= 64 * eps * largest else total.to(parts[0].dtype)
 
 
-LAW = Law("PG-RATIO", "ratio", __doc__, check, quick=False, tier="contrib", when=has_ratio, perturbed=True)
+LAW = Law("PG-RATIO", "ratio", __doc__, check, quick=False, when=has_ratio, perturbed=True)
