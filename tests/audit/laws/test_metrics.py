@@ -12,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Metric, Step, audit
-from earnest_audit.laws import metrics
+from earnest_audit.laws import at_reference, metrics, pair_metrics
 from tests.audit.steps import (
     dpo_loss,
     dpo_step,
     grpo_loss,
     logprobs,
     policy_step,
+    sequence_logprobs,
     sft_loss,
     sft_step,
 )
@@ -194,3 +195,48 @@ def test_an_accuracy_that_is_1_for_every_policy_because_rejected_answers_are_lon
     step = Step(given.model, loss, batch, roles, family="preference", metrics={"accuracy": Metric(0.0, 1.0)})
     rows = {f.expected: f.outcome for f in audit(step, laws=[metrics.LAW]).findings if f.subject == "metric accuracy"}
     assert rows["it moves"] == expected
+
+
+@pytest.mark.parametrize(
+    ("logged", "factor", "expected"),
+    [
+        (("rewards/chosen", "rewards/rejected", "rewards/margins"), 1.0, "holds"),
+        (("rewards/chosen", "rewards/rejected", "rewards/margins"), 0.1, "fails"),
+        (("chosen_reward", "rejected_reward", "margin"), 0.1, "warns"),  # a name that does not say of what
+        (("chosen_reward", "rejected_reward", "score_margin"), 0.1, None),
+    ],
+)
+def test_a_margin_is_the_difference_of_its_pair(logged: tuple[str, ...], factor: float, expected: str | None) -> None:
+    """tinker-cookbook #172: β was applied twice."""
+
+    def loss(model: Any, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = (beta * (lp - batch[f"ref_{side}"]) for lp, side in
+                            zip(sequence_logprobs(model, batch), ("chosen", "rejected"), strict=True))  # fmt: skip
+        values = chosen.mean(), rejected.mean(), factor * (chosen - rejected).mean()
+        return -F.logsigmoid(chosen - rejected).mean(), dict(zip(logged, values, strict=True))
+
+    step = dpo_step(loss)
+    step.metrics = {}
+    found = {f.subject: f.outcome for f in audit(step, laws=[pair_metrics.LAW]).findings}
+    assert found.get(f"metric {logged[-1]}, the difference") == expected
+
+
+@pytest.mark.parametrize("of", ["tokens", "rows", "whole rows"])
+@pytest.mark.parametrize("seed", range(2))
+def test_a_kl_per_token_that_is_weighed_by_its_row(seed: int, of: str) -> None:
+    """TRL #6594. A KL of whole rows is not one per token, and is not judged."""
+
+    def loss(model: Any, batch: Mapping[str, Any], beta: float, clip: float) -> tuple[Tensor, dict[str, Tensor]]:
+        lp, mask, a = logprobs(model, batch), batch["mask"], batch["advantages"][:, None]
+        gap, ref = lp - batch["old"], batch["ref"] - lp
+        row = ((gap * mask).sum(-1) / mask.sum(-1)).exp()[:, None]
+        kl = (ref.exp() - ref - 1) * (gap.exp() if of == "tokens" else row)
+        if of == "whole rows":
+            kl = ((ref * mask).sum(-1, keepdim=True) / mask.sum(-1, keepdim=True)).square() * row
+        kl = mean(kl.expand_as(mask), mask)
+        return -mean(torch.minimum(row * a, row.clamp(1 - clip, 1 + clip) * a), mask) + beta * kl, {"kl": kl}
+
+    found = {f.subject: f.outcome for f in audit(policy_step(loss, seed=seed), laws=[at_reference.LAW]).findings}
+    assert found["term kl at the reference"] == "holds"
+    expected = {"tokens": "holds", "rows": "warns", "whole rows": None}[of]
+    assert found.get("term kl, some tokens at the reference") == expected
