@@ -155,3 +155,27 @@ class EveryThird(Warm):
 def test_an_average_that_moves_at_some_calls_declares_which() -> None:
     assert audit(Ema(EveryThird("tensorflow"), rate=0.2, every=3)).holds
     assert "rate 0.0625, a second time" in failed(Ema(EveryThird("tensorflow"), rate=0.2))
+
+
+class Every:
+    """The average moves at each k-th call, by a rate for that call or for all k; ``wrong``: by twice as much."""
+
+    def __init__(self, k: int, each: bool, wrong: bool = False) -> None:
+        self.k, self.each, self.share, self.n = k, each, 2 if wrong else 1, 0
+
+    def __call__(self, average: Tensor, current: Tensor, rate: float) -> Tensor:
+        self.n += 1
+        moves = rate if self.each else 1 - (1 - rate) ** self.k
+        return average.lerp_(current, min(1.0, self.share * moves)) if self.n % self.k == 1 % self.k else average
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("k", [1, 2, 4, 10, 100])
+def test_a_rate_counts_moves_or_calls(k: int, each: bool) -> None:
+    for rate in (None, 1e-2, 1e-4):
+        verdict = audit(Ema(Every(k, each), rate=rate, every=k))
+        assert verdict.holds, str(verdict)
+    assert "rate 0.0625" in failed(Ema(Every(k, each, wrong=True), every=k))
+    if each:
+        stuck = Ema(Every(k, each), rate=1e-4, every=k, dtype=torch.bfloat16)
+        assert failed(stuck) == {f"{MOVES}0.0001"}

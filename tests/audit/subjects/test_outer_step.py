@@ -172,3 +172,42 @@ def test_an_outer_step_that_is_slightly_off_is_seen(off: float) -> None:
         return start + (1 + off) * (torch.stack(ends) - start).mean(0)
 
     assert audit(OuterStep(step)).holds == (off == 0)
+
+
+@pytest.mark.parametrize("lr", [1.0, 0.7])
+def test_weights_that_are_kept_for_the_pseudo_gradient_are_refreshed(lr: float) -> None:
+    """At outer learning rate 1 a stale backup cancels: the second round is judged at ½."""
+
+    class Kept:
+        def __init__(self, refreshed: bool) -> None:
+            self.refreshed, self.backup, self.inner = refreshed, torch.empty(0), DiLoCo(torchs=False)
+
+        def __call__(self, start: Tensor, ends: list[Tensor], lr: float, momentum: float) -> Tensor:
+            self.backup = self.backup if self.backup.numel() else start
+            new = self.inner(self.backup, ends, lr, momentum)
+            self.backup = new if self.refreshed else self.backup
+            return new
+
+    knobs = {"lr": lr, "momentum": 0.9}
+    assert audit(OuterStep(Kept(True), knobs)).holds
+    assert "a second round" in failed(OuterStep(Kept(False), knobs))
+
+
+@pytest.mark.parametrize("share", [1.0, 0.9])
+@pytest.mark.parametrize("feedback", [False, True])
+def test_what_16_bits_do_not_explain_is_seen(share: float, feedback: bool) -> None:
+    """A tenth of every pseudo-gradient is lost, or rounding alone (with error feedback, too)."""
+
+    class Sent:
+        residual: Any = 0.0
+
+        def __call__(self, start: Tensor, ends: list[Tensor], lr: float) -> Tensor:
+            pseudo = start - torch.stack(ends).mean(0) + self.residual
+            sent = pseudo.bfloat16().float()
+            self.residual = pseudo - sent if feedback else 0.0
+            return start - lr * share * sent
+
+    verdict = audit(OuterStep(Sent(), {"lr": 0.7}, precision=torch.bfloat16))
+    assert {f.outcome for f in verdict.findings if f.subject == "a small move"} == {"not applicable"}
+    lands = {"one replica, outer lr 1", "two replicas, outer lr 1"}
+    assert {f.subject for f in verdict.failures} == (set() if share == 1 else lands), str(verdict)

@@ -25,6 +25,7 @@ FAULTS = {
     "not unscaled": "no clip",
     "no zero_grad": "the next update",  # torchforge #71
     "a step a micro-batch": "no clip",
+    "one is not reduced": "no clip",
 }
 
 
@@ -40,7 +41,7 @@ def subject(fault: str | None, dtype: torch.dtype = torch.float32, clears_first:
     def unscale() -> None:
         for p in parameters:
             assert p.grad is not None
-            p.grad.div_(scale)
+            p.grad.div_(scale * (2 if fault == "one is not reduced" and p is parameters[0] else 1))
 
     def clip(bound: float) -> None:
         if fault == "replicas counted twice":
@@ -125,3 +126,46 @@ def test_a_model_without_trainable_parameters_is_a_finding() -> None:
     model.requires_grad_(False)
     frozen = Update(model, optimizer, lambda *_: None, lambda m, b: m(b["x"]).sum(), {"x": torch.ones(4, 3)})
     assert [f.subject for f in audit(frozen).failures] == ["the whole batch's gradient"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("fault", [None, "mean of means", "norms left out"])
+def test_an_optimizer_may_own_fp32_copies(dtype: torch.dtype, fault: str | None) -> None:
+    """Megatron, apex: gradients are added up in fp32, and the optimizer steps fp32 masters, in an order of its own. What
+    is left in the model's own ``.grad`` is of no account."""
+    step = sft_step(dtype=dtype)
+    model, trained = step.model, list(step.model.parameters())
+    masters = [p.detach().float().clone().requires_grad_(True) for p in trained]
+    optimizer = torch.optim.SGD(masters[::-1], lr=0.1)
+
+    def update(batches: Sequence[Mapping[str, Any]], max_grad_norm: float) -> None:
+        total, main = sum(map(count, batches)), [torch.zeros_like(m) for m in masters]
+        for batch in batches:
+            model.zero_grad()
+            share = 1 / len(batches) if fault == "mean of means" else count(batch) / total
+            (sft_loss(model, batch)[0] * share).backward()
+            for g, p in zip(main, trained, strict=True):
+                g.add_(0 if p.grad is None else p.grad.float())
+        for m, g in zip(masters, main, strict=True):
+            m.grad = g
+        nn.utils.clip_grad_norm_(masters[: 1 if fault == "norms left out" else None], max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for m, p in zip(masters, trained, strict=True):
+                p.copy_(m)
+
+    verdict = audit(Update(model, optimizer, update, lambda m, b: sft_loss(m, b)[0], step.batch))
+    assert verdict.holds is (fault is None), str(verdict)
+    others = torch.optim.SGD([torch.ones(3, requires_grad=True)], lr=0.1)
+    foreign = audit(Update(model, others, update, lambda m, b: sft_loss(m, b)[0], step.batch))
+    assert not foreign.failures and foreign.findings[-1].outcome == "not applicable"
+
+
+def test_the_parameters_that_are_off_most_are_named() -> None:
+    def first(fault: str) -> str:
+        return audit(subject(fault)).failures[0].meaning.partition(". The optimizer")[0]
+
+    names = [n for n, _ in subject(None).model.named_parameters()]
+    assert first("not unscaled") == "Off most: every parameter"
+    assert first("one is not reduced") == f"Off most: {names[0]} (1 of {len(names)} parameters)"

@@ -17,7 +17,7 @@ from earnest_audit.verdict import Finding
 SMALL = 2.0**-4  # exact in every dtype
 USUAL = 1e-3  # what a decay of 0.999 leaves
 WARM = 2000  # updates after which every usual warm-up of a decay is over at SMALL
-MOST = 4096  # updates, however small a rate is
+MOST = 4096  # calls, however small a rate is
 OFF = "{} of the way off"
 RATES = ("lr", "learning_rate", "step_size", "eta")
 THOUSANDTH = 2.0**-10  # of a weight: nothing in bf16, and 8000 units in the last place of fp32
@@ -41,9 +41,10 @@ class Ema(Subject, name="moving average"):
     of updates is recognised by its own behaviour; an ``update`` with such a count is an object that can be deep-copied.
     ``dtype`` is what the average and the current weights are kept in, and passed in. The field ``rate`` is that of the
     run: in 16 bits an average at a small rate stays constant, so whether this one's updates add up is checked.
-    ``every``: only each such call moves the average, from the first one on.
-    How: Random weights at three rates, then 1/rate updates, which must move the average at least half as far as they
-    should. The tolerance is rounding in the dtype.
+    ``every``: only each such call moves the average, from the first one on; it moves by ``rate``, or by what a rate for
+    each of the calls comes to, 1 - (1 - rate)ᵉᵛᵉʳʸ.
+    How: Random weights at three rates, then 1/rate moves (4096 calls at most), which must bring the average at least
+    half as far as they should. The tolerance is rounding in the dtype.
     Exceptions: A decay that warms up is judged after 2000 updates, where rate 0 may still move it a little.
     Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in bf16 at a
     decay of 0.999
@@ -66,9 +67,7 @@ class Ema(Subject, name="moving average"):
         update, why = copied(self.update), "An update of the average writes into the weights that are trained."
         yield self.untouched(lambda current: update(old.clone(), current, SMALL), {"current weights": new}, why)[1]
         # Two updates at one rate leave (1 - rate)² of the way; a decay that warms up does so later.
-        wanted = new + (1 - SMALL) ** 2 * (old - new)
-        twice = [self._run(update, old, new, SMALL, 1 + self.every)[1] for update in (self.update, warmed)]
-        off = min(largest(gap(found, wanted)) for found in twice) / largest(gap(old, new))
+        off = min(self._off(update, old, new, SMALL, moves=2) for update in (self.update, warmed))
         other = "The second update is not like the first: it changes its own rate, or keeps something of the first."
         yield self.agrees(f"rate {SMALL:g}, a second time", off, 2 * rounding(old), other, OFF)
         yield self._adds_up(old, new)
@@ -77,23 +76,29 @@ class Ema(Subject, name="moving average"):
         """``warm``: the update has been made many times. A warm-up holds the rate above 0 for ever, and ever less."""
         why = "The average is not average + rate·(current - average): rate and decay are swapped, the result is "
         why += "discarded, or the two weights do not add to 1."
-        for rate, wanted in ((0.0, old), (1.0, new), (SMALL, old + SMALL * (new - old))):
-            off = largest(gap(self._run(update, old, new, rate)[1], wanted)) / largest(gap(old, new))
+        for rate in (0.0, 1.0, SMALL):
+            off = self._off(update, old, new, rate)
             room, after = SMALL if warm and rate == 0 else rounding(old), f", after {WARM} updates" if warm else ""
             yield self.agrees(f"rate {rate:g}{after}", off, room, why, OFF)
 
+    def _off(self, update: Average, old: Tensor, new: Tensor, rate: float, moves: int = 1) -> float:
+        """How far from the right average, in units of the way: one move is at ``rate``, or at that of ``every`` calls."""
+        found = self._run(update, old, new, rate, 1 + (moves - 1) * self.every)[1]
+        meant = (new + (1 - rate) ** (moves * calls) * (old - new) for calls in (1, self.every))
+        return min(largest(gap(found, wanted)) for wanted in meant) / largest(gap(old, new))
+
     def _adds_up(self, old: Tensor, new: Tensor) -> Finding:
-        """1/rate updates go two thirds of the way; at least half of that is required."""
+        """1/rate moves go two thirds of the way; at least half of that is required."""
         if self.rate is None and torch.finfo(self.dtype).eps > COARSE:
             return self.not_declared("many updates", "rate=…, that of the run,")
         rate = USUAL if self.rate is None else self.rate
-        updates = min(MOST, math.ceil(1 / rate)) if rate > 0 else 0
-        _, average = self._run(self.update, old, new, rate, updates)
+        calls = min(MOST, math.ceil(1 / rate) * self.every) if rate > 0 else 0
+        _, average = self._run(self.update, old, new, rate, calls)
         way = (new - old).double()
         share = float(((average - old).double() * way).sum() / (way * way).sum())
-        wanted = 0.5 * (1 - (1 - rate) ** updates)
+        wanted = 0.5 * (1 - (1 - rate) ** math.ceil(calls / self.every))
         return self.finding(
-            f"many updates at rate {rate:g}", f"{share:.2g} of the way after {updates}", f"≥ {wanted:.2g}",
+            f"many updates at rate {rate:g}", f"{share:.2g} of the way after {calls}", f"≥ {wanted:.2g}",
             share >= wanted,
             f"Updates at this rate are rounded away in {self.dtype}: the average stays constant. Keep it in fp32.",
         )  # fmt: skip
@@ -112,9 +117,11 @@ class Ema(Subject, name="moving average"):
 @dataclass
 class OuterStep(Subject, name="outer step"):
     """OUTER: At outer learning rate 1 and momentum 0 one replica ends on its own weights and two on their mean, also
-    after small moves; every setting matters, and momentum carries over to the next round.
+    after small moves; a second round begins at its own start; every setting matters, and momentum carries over to the
+    next round.
 
     outer lr 1, momentum 0   one replica lands on its own weights, two on their mean, also by a thousandth of a weight
+    outer lr ½, momentum 0   each round, also the second one, moves along mean - start
     settings                 matter; a momentum carries over from the round before
 
     Needs: ``step(start, locals, **settings)`` -> new global weights of a local-SGD round with outer SGD. ``knobs`` are
@@ -122,9 +129,11 @@ class OuterStep(Subject, name="outer step"):
     and others to their values in ``plain``, at which they do nothing (a decay of 0, a bound of 1e9). ``precision`` is
     what replicas send or the step gives back, where that is coarser than the weights, which are fp32. A ``step`` with a
     memory (momentum) is an object that can be deep-copied: every round of the audit begins from a copy.
-    How: Random weights in fp32; settings are tried over two rounds. The tolerance is rounding of the largest weight.
-    Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on.
-    Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha)
+    How: Random weights in fp32; settings are tried over two rounds, of which the second begins where the first ended.
+    The tolerance is rounding of the largest weight, four units in the last place of a ``precision`` of 16 bits.
+    Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on. What
+    moves by a ``precision`` of 16 bits is not checked for small moves.
+    Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha), a backup that is never refreshed
     """
 
     step: Callable[..., Tensor]
@@ -173,7 +182,9 @@ class OuterStep(Subject, name="outer step"):
         yield self.not_applicable(subject, f"raises {refused}", why)
 
     def _landings(self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float]) -> Iterator[Finding]:
-        room = rounding(start, precision=self.precision) * max(float(t.abs().max()) for t in (start, one, two))
+        unit = 0.0 if self.precision is None else torch.finfo(self.precision).eps
+        near = min(0.125, 4 * unit) if unit > COARSE else rounding(start)
+        room = near * max(float(t.abs().max()) for t in (start, one, two))
         for subject, locals_, whose, meaning in (
             ("one replica, outer lr 1", [one], "the local weights", f"A replica must end on its own weights. {LANDS}"),
             ("two replicas, outer lr 1", [one, two], "their mean", "Two replicas do not end on their mean: one is left "
@@ -182,7 +193,20 @@ class OuterStep(Subject, name="outer step"):
             landed = self._rounds(start, [locals_], knobs)[-1]
             off = float((landed - torch.stack(locals_).mean(0)).abs().max())
             yield self.agrees(subject, off, room, meaning, f"lands {{}} from {whose}")
-        if self.precision is None:  # a move of a thousandth of every weight, which is more than most outer steps are
+        # A backup of an earlier round cancels at learning rate 1.
+        half = {**knobs, **{k: 0.5 for k in knobs if _is_rate(k) and k not in self.plain}}
+        first, second = self._rounds(start, [[one], [two]], half)
+        off, later = (_aside(end - begin, to - begin) for begin, end, to in ((start, first, one), (first, second, two)))
+        if off <= room:
+            yield self.agrees(
+                "a second round", later, room,
+                "The second round does not begin at its start: weights that are kept for the pseudo-gradient are not "
+                "refreshed after a round, or something of the first round is added without a momentum.",
+                "{} aside of the local weights",
+            )  # fmt: skip
+        if self.precision is not None:
+            yield self.not_applicable("a small move", f"sent or kept in {self.precision}, by declaration")
+        else:  # a move of a thousandth of every weight, which is more than most outer steps are
             start = start.abs().clamp_min(2**-6)
             moved = start * (1 + THOUSANDTH * one.sign())
             landed = self._rounds(start, [[moved]], knobs)[-1]
@@ -218,6 +242,12 @@ class OuterStep(Subject, name="outer step"):
             start = step(start.clone(), [t.clone() for t in locals_], **knobs).detach().clone()
             found.append(start)
         return found
+
+
+def _aside(move: Tensor, way: Tensor) -> float:
+    """The largest entry of what a move has beside a multiple of the way."""
+    move, way = move.double(), way.double()
+    return float((move - way * (move.dot(way) / way.dot(way).clamp_min(1e-30))).abs().max())
 
 
 def _is_momentum(knob: str) -> bool:

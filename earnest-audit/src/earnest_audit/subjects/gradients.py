@@ -62,10 +62,13 @@ class _Gradients:
             act()
             return self._left()
 
-    def _left(self) -> Gradient:
-        """A copy of what stands in ``.grad``."""
-        named = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
-        return Gradient({n: None if p.grad is None else p.grad.detach().clone() for n, p in named})
+    def _left(self, tensors: Mapping[str, Tensor] | None = None) -> Gradient:
+        """A copy of what stands in ``.grad`` of the trainable parameters, or of these tensors."""
+        named = self._trained() if tensors is None else tensors
+        return Gradient({n: None if p.grad is None else p.grad.detach().clone() for n, p in named.items()})
+
+    def _trained(self) -> dict[str, Tensor]:
+        return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _units(self, seen: Sequence[torch.dtype]) -> list[tuple[nn.Parameter, float]]:
         """Trainable parameters, each with the unit in the last place of what is computed in."""
@@ -133,10 +136,12 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
             for subject, (parts, meaning) in cuts.items():
                 found = self._gradient(parts)
                 factor = found.best_scale(whole)
-                off = whole.times(factor if self.rows_interact else 1.0).distance(found)
+                meant = whole.times(factor if self.rows_interact else 1.0)
+                off = meant.distance(found)
                 measured = f"gradient off by {off:.2g} (best factor {factor:.3g})"
                 holds = off <= room and whole.norm() > 0
-                yield self.finding(subject, measured, expected.format(f"{room:.2g}"), holds, meaning)
+                why = _most(found, meant) + meaning
+                yield self.finding(subject, measured, expected.format(f"{room:.2g}"), holds, why)
         if not self.stateful:
             yield twice
 
@@ -170,11 +175,13 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
 class Update(_Gradients, Subject, name="update"):
     """SE-UPDATE: The optimizer receives the whole batch's gradient, clipped once, and nothing of the last update.
 
-    p.grad at optimizer.step()  =  ∇loss(B₁ ∪ B₂ ∪ …) · min(1, max_grad_norm / ‖∇loss‖)
+    p.grad at optimizer.step()  =  ∇loss(B₁ ∪ B₂ ∪ …) · min(1, max_grad_norm / ‖∇loss‖),   p: what the optimizer owns
 
     Needs: ``update(batches, max_grad_norm)`` makes one update of ``model`` by ``optimizer`` from these micro-batches:
     forward, backward, clip, step, and what clears the gradients. ``loss(model, batch)`` is a whole batch's loss. The
-    model and the optimizer are restored; a schedule or a loss scale that ``update`` also moves is the caller's.
+    optimizer owns the model's parameters, or copies of them in another precision (fp32 masters), which are found by
+    shape and values. The model and the optimizer are restored; a schedule or a loss scale that ``update`` also moves is
+    the caller's.
     How: Measured when the optimizer steps: uneven micro-batches (``split``) without a clip, with a clip at a
     twentieth of the gradient's norm, and the second of two updates. The tolerance is that of Accumulation.
     Exceptions: torch divides by norm + 1e-6 when it clips, which shortens a small gradient: that is allowed.
@@ -205,6 +212,11 @@ class Update(_Gradients, Subject, name="update"):
         why = "The loss has no gradient here, so what the optimizer is given cannot be judged."
         yield self.finding("the whole batch's gradient", f"norm {norm:.3g}", "finite and above 0", trains, why)
         if not trains:
+            return
+        self._read = self._owned()
+        if not self._read:
+            other = "The optimizer owns neither the model's parameters nor copies of their shapes and values."
+            yield self.not_applicable("handed gradient", "the optimizer owns other tensors", other)
             return
         with restored(self.model, self.optimizer):
             free = self._handed(parts, 4 * (norm + STABILISER))
@@ -237,16 +249,29 @@ class Update(_Gradients, Subject, name="update"):
         if found is None:
             once = "One update must step the optimizer once; it steps once per micro-batch, or not at all."
             return self.finding(subject, "not one call of optimizer.step()", "one call per update", False, once)
-        factor = found.best_scale(wanted)
-        return self.agrees(subject, wanted.distance(found), room, meaning, f"off by {{}} (best factor {factor:.3g})")
+        factor, why = found.best_scale(wanted), _most(found, wanted) + meaning
+        return self.agrees(subject, wanted.distance(found), room, why, f"off by {{}} (best factor {factor:.3g})")
+
+    def _owned(self) -> dict[str, Tensor]:
+        """Parameter -> the tensor whose ``.grad`` the optimizer reads for it: its own, or a copy's in another precision.
+        Empty where the optimizer has other tensors and none of the model's."""
+        trained = self._trained()
+        owned = {id(t): t for group in self.optimizer.param_groups for t in group["params"]}
+        own = {id(p) for p in trained.values()} & owned.keys()
+        others, found = [t for i, t in owned.items() if i not in own], dict(trained)
+        for name, p in trained.items():
+            alike = (i for i, t in enumerate(others) if t.shape == p.shape and torch.equal(t.detach().to(p), p.detach()))
+            if id(p) not in own and (place := next(alike, None)) is not None:
+                found[name] = others.pop(place)
+        return found if own or not owned or any(id(t) in owned for t in found.values()) else {}
 
     def _handed(self, parts: Sequence[Mapping[str, Any]], max_grad_norm: float, clear: bool = True) -> Gradient | None:
         """What stood in ``.grad`` when the optimizer stepped; None where it did not step exactly once."""
         seen: list[Gradient] = []
         if clear:
-            for p in self.model.parameters():
+            for p in [*self.model.parameters(), *self._read.values()]:
                 p.grad = None
-        handle = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._left()))
+        handle = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._left(self._read)))
         try:
             with calling(self.seed, graph=True):
                 self.update([fresh(b) for b in parts], max_grad_norm)
@@ -281,6 +306,14 @@ def _cuts(
     first, few = uneven[0], uneven[:: max(1, len(uneven) // CUTS)]
     usual = next((c for c in few if all(_trains(gradient, part) for part in parts(c))), first)
     return [(usual, parts(usual), ""), *([(first, parts(first), IDLE)] if usual != first else [])]
+
+
+def _most(found: Gradient, wanted: Gradient) -> str:
+    """The parameters that make up a difference, the largest first."""
+    parts = {n: 0.0 if g is None else float(g.double().norm()) for n, g in found.minus(wanted).parts.items()}
+    largest = sorted((n for n, off in parts.items() if off > 0.1 * max(parts.values())), key=parts.__getitem__)[::-1]
+    few = f"{', '.join(largest[:3])} ({len(largest)} of {len(parts)} parameters)"
+    return f"Off most: {few if 0 < len(largest) < len(parts) else 'every parameter'}. "
 
 
 def _trains(gradient: Callable[[Mapping[str, Any]], Gradient], part: Mapping[str, Any]) -> bool:
