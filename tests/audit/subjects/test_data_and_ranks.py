@@ -79,9 +79,15 @@ class Lora(nn.Module):
             nn.init.normal_(self.b)
         if fault == "rounds the base":
             base.weight.data = base.weight.data.bfloat16().float()
+        if fault == "PiSSA":
+            nn.init.normal_(self.b)
+            base.weight.data -= (self.b @ self.a).detach()
+            self.start = (self.b @ self.a).detach()
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.base(x)
+        if self.fault == "PiSSA" and not self.on:
+            return y + x @ self.start.T
         on = self.on or self.fault == "disable does nothing"
         return y + x @ self.a.T @ self.b.T if on and self.fault != "not applied" else y
 
@@ -103,6 +109,22 @@ def test_an_adapter_at_initialization(fault: str, seen: set[str]) -> None:
     base, x = nn.Linear(4, 3), torch.randn(5, 4)
     start = AdapterStart(base, lambda m: Lora(m, fault), lambda m: m(x), off)  # type: ignore[arg-type]
     assert failed(start) == seen
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_base_that_the_adapter_makes_up_for_is_a_warning(seed: int) -> None:
+    """PiSSA takes the adapter's start out of the base; a weight that is rounded without an effect is still seen."""
+    torch.manual_seed(seed)
+    base, x = nn.Linear(4, 3), torch.randn(5, 4)
+    verdict = audit(AdapterStart(base, lambda m: Lora(m, "PiSSA"), lambda m: m(x), off))  # type: ignore[arg-type]
+    assert verdict.holds and [f.subject for f in verdict.warnings] == ["base weights"], str(verdict)
+    base, x[:, 0] = nn.Linear(4, 3), 0.0
+
+    def rounds_what_nothing_reads(m: nn.Linear) -> Lora:
+        m.weight.data[:, 0] = m.weight.data[:, 0].bfloat16().float()
+        return Lora(m, "")  # type: ignore[arg-type]
+
+    assert failed(AdapterStart(base, rounds_what_nothing_reads, lambda m: m(x), off)) == {"base weights"}  # type: ignore[arg-type]
 
 
 def test_a_metric_over_ranks_is_what_one_process_computes() -> None:

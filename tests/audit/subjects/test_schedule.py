@@ -191,3 +191,29 @@ def test_a_setting_of_a_schedule_is_a_plain_number() -> None:
     settings: Any = {"power": Setting(2.0)}
     with pytest.raises(ValueError, match=r"settings\['power'\] is a Setting: a schedule takes plain numbers, power=…"):
         audit(Schedule(lambda n, _, power: [power] * n, 1.0, 1.0, settings=settings))
+
+
+@pytest.mark.parametrize("length", [10, 15, 20])
+@pytest.mark.parametrize("total", [40, 400])
+def test_a_decay_that_is_not_shifted_by_the_warm_up_is_doubted(total: int, length: int) -> None:
+    """fairchem #1967: the rate jumps down after the warm-up. Steep decays do so less."""
+    n = length * total // 40
+
+    def warned(after: Any) -> set[str]:
+        def rates(total: int, _: int) -> list[float]:
+            return [min(1.0, (k + 1) / n) if k < n else after(k, total) for k in range(total)]
+
+        verdict = audit(Schedule(rates, 1.0, rates(total, 1)[-1], total, warmup=n))
+        assert not verdict.failures, str(verdict)
+        return {f.subject for f in verdict.warnings}
+
+    assert warned(lambda k, t: 0.5 + 0.5 * math.cos(math.pi * k / t)) == {"the first fall"}
+    for right in (
+        lambda k, t: 0.5 + 0.5 * math.cos(math.pi * (k - n) / (t - n)),
+        lambda k, t: math.sqrt(n / (k + 1)),
+        lambda k, t: n / (k + 1),
+        lambda k, t: 1 - math.sqrt((k + 1 - n) / (t - n)),
+        lambda k, t: 0.5 ** ((k + 1 - n) * 10 / t),
+        lambda k, t: 1.0 if k < 0.8 * t else 0.3,
+    ):
+        assert not warned(right) - {"half way"}

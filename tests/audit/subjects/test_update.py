@@ -131,8 +131,8 @@ def test_a_model_without_trainable_parameters_is_a_finding() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("fault", [None, "mean of means", "norms left out"])
 def test_an_optimizer_may_own_fp32_copies(dtype: torch.dtype, fault: str | None) -> None:
-    """Megatron, apex: gradients are added up in fp32, and the optimizer steps fp32 masters, in an order of its own. What
-    is left in the model's own ``.grad`` is of no account."""
+    """Megatron, apex: gradients are added up in fp32, and the optimizer steps fp32 masters, in an order of its own.
+    What is left in the model's own ``.grad`` is of no account."""
     step = sft_step(dtype=dtype)
     model, trained = step.model, list(step.model.parameters())
     masters = [p.detach().float().clone().requires_grad_(True) for p in trained]
@@ -167,5 +167,4 @@ def test_the_parameters_that_are_off_most_are_named() -> None:
         return audit(subject(fault)).failures[0].meaning.partition(". The optimizer")[0]
 
     names = [n for n, _ in subject(None).model.named_parameters()]
-    assert first("not unscaled") == "Off most: every parameter"
     assert first("one is not reduced") == f"Off most: {names[0]} (1 of {len(names)} parameters)"

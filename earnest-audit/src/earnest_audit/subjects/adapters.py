@@ -28,6 +28,8 @@ class AdapterStart(Subject, name="adapter at initialization"):
     text. ``disable(model)`` is a context manager inside which the adapter is off.
     How: Outputs before and after attaching; then the trainable parameters are perturbed and the adapter is disabled.
     Exceptions: An adapter that changes the outputs at initialization by design declares identity=False.
+    Warns: (row "base weights", where the adapter makes up for their change) PiSSA takes the adapter's start out of the
+    base, and saved alone it does not fit the old one.
     Detects: an initialization that is not exact, attaching that rounds or replaces base weights, a disable_adapter()
     that leaves a bias or a scale behind, an adapter that trains nothing
     """
@@ -42,11 +44,11 @@ class AdapterStart(Subject, name="adapter at initialization"):
         before = outputs(self.outputs, self.model)
         base = {id(p): (name, p, p.detach().clone()) for name, p in self.model.named_parameters()}
         adapted = self.attach(self.model) or self.model
+        fresh = self.not_applicable("at initialization", "it changes the outputs by declaration")
         if self.identity:
             why = "The adapter changes the model before any training: its initialization is not the identity."
-            yield self.same("at initialization", before, outputs(self.outputs, adapted), why)
-        else:
-            yield self.not_applicable("at initialization", "it changes the outputs by declaration")
+            fresh = self.same("at initialization", before, outputs(self.outputs, adapted), why)
+        yield fresh
         trained = [p for p in adapted.parameters() if p.requires_grad]
         own = [p for p in trained if id(p) not in base]
         names = f"{len(own)} of {len(trained)} trainable parameters are the adapter's"
@@ -55,8 +57,15 @@ class AdapterStart(Subject, name="adapter at initialization"):
         sizes = iter(perturbation_sizes(own, 1.0))
         with moved(own, lambda _, noise: next(sizes) * noise, seed=0):
             yield from self._perturbed(adapted, before)
-        changed = [name for name, p, old in base.values() if not torch.equal(p.detach(), old)]
-        yield self.none("base weights", changed, f"{len(changed)} changed", " changed when the adapter was attached.")
+        changed = {name: (p, old) for name, p, old in base.values() if not torch.equal(p.detach(), old)}
+        why = " changed when the adapter was attached."
+        row = self.none("base weights", list(changed), f"{len(changed)} changed", why)
+        if changed and fresh.outcome == "holds":
+            olds = iter(changed.values())
+            with moved([p for p, _ in changed.values()], lambda p, _: next(olds)[1] - p, seed=0):
+                without = self.same("", before, outputs(self.outputs, adapted), "")
+            row = self.law.doubtful(row) if without.outcome == "fails" else row  # the adapter makes up for the change
+        yield row
 
     def _perturbed(self, adapted: nn.Module, before: Tensor) -> Iterator[Finding]:
         why = "Perturbing every parameter of the adapter does not change the outputs: it is not applied."

@@ -82,7 +82,7 @@ class Ema(Subject, name="moving average"):
             yield self.agrees(f"rate {rate:g}{after}", off, room, why, OFF)
 
     def _off(self, update: Average, old: Tensor, new: Tensor, rate: float, moves: int = 1) -> float:
-        """How far from the right average, in units of the way: one move is at ``rate``, or at that of ``every`` calls."""
+        """How far from the right average: a move has the rate of one call, or of ``every`` calls."""
         found = self._run(update, old, new, rate, 1 + (moves - 1) * self.every)[1]
         meant = (new + (1 - rate) ** (moves * calls) * (old - new) for calls in (1, self.every))
         return min(largest(gap(found, wanted)) for wanted in meant) / largest(gap(old, new))
@@ -121,7 +121,7 @@ class OuterStep(Subject, name="outer step"):
     next round.
 
     outer lr 1, momentum 0   one replica lands on its own weights, two on their mean, also by a thousandth of a weight
-    outer lr ½, momentum 0   each round, also the second one, moves along mean - start
+    outer lr ½, momentum 0   the second round too moves along mean - start
     settings                 matter; a momentum carries over from the round before
 
     Needs: ``step(start, locals, **settings)`` -> new global weights of a local-SGD round with outer SGD. ``knobs`` are
@@ -129,10 +129,9 @@ class OuterStep(Subject, name="outer step"):
     and others to their values in ``plain``, at which they do nothing (a decay of 0, a bound of 1e9). ``precision`` is
     what replicas send or the step gives back, where that is coarser than the weights, which are fp32. A ``step`` with a
     memory (momentum) is an object that can be deep-copied: every round of the audit begins from a copy.
-    How: Random weights in fp32; settings are tried over two rounds, of which the second begins where the first ended.
-    The tolerance is rounding of the largest weight, four units in the last place of a ``precision`` of 16 bits.
-    Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on. What
-    moves by a ``precision`` of 16 bits is not checked for small moves.
+    How: Random weights in fp32; settings are tried over two rounds. The tolerance is rounding of the largest weight: in
+    16 bits four units. Small moves are then not checked.
+    Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on.
     Detects: a pseudo-gradient with the wrong sign, torchft #233 (alpha), a backup that is never refreshed
     """
 
@@ -182,8 +181,8 @@ class OuterStep(Subject, name="outer step"):
         yield self.not_applicable(subject, f"raises {refused}", why)
 
     def _landings(self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float]) -> Iterator[Finding]:
-        unit = 0.0 if self.precision is None else torch.finfo(self.precision).eps
-        near = min(0.125, 4 * unit) if unit > COARSE else rounding(start)
+        unit = torch.finfo(self.precision or start.dtype).eps
+        near = min(rounding(start, precision=self.precision), max(rounding(start), 4 * unit))
         room = near * max(float(t.abs().max()) for t in (start, one, two))
         for subject, locals_, whose, meaning in (
             ("one replica, outer lr 1", [one], "the local weights", f"A replica must end on its own weights. {LANDS}"),
@@ -195,15 +194,13 @@ class OuterStep(Subject, name="outer step"):
             yield self.agrees(subject, off, room, meaning, f"lands {{}} from {whose}")
         # A backup of an earlier round cancels at learning rate 1.
         half = {**knobs, **{k: 0.5 for k in knobs if _is_rate(k) and k not in self.plain}}
-        first, second = self._rounds(start, [[one], [two]], half)
-        off, later = (_aside(end - begin, to - begin) for begin, end, to in ((start, first, one), (first, second, two)))
-        if off <= room:
+        a, b = self._rounds(start, [[one], [two]], half)
+        turned = [1 - float(torch.cosine_similarity(*pair, 0)) for pair in ((a - start, one - start), (b - a, two - a))]
+        if turned[0] <= near**2 + rounding(start):
+            why = "The second round does not begin at its start: what is kept of the weights is not refreshed."
             yield self.agrees(
-                "a second round", later, room,
-                "The second round does not begin at its start: weights that are kept for the pseudo-gradient are not "
-                "refreshed after a round, or something of the first round is added without a momentum.",
-                "{} aside of the local weights",
-            )  # fmt: skip
+                "a second round", turned[1], near**2 + rounding(start), why, "1 - cosine to mean - start is {}"
+            )
         if self.precision is not None:
             yield self.not_applicable("a small move", f"sent or kept in {self.precision}, by declaration")
         else:  # a move of a thousandth of every weight, which is more than most outer steps are
@@ -242,12 +239,6 @@ class OuterStep(Subject, name="outer step"):
             start = step(start.clone(), [t.clone() for t in locals_], **knobs).detach().clone()
             found.append(start)
         return found
-
-
-def _aside(move: Tensor, way: Tensor) -> float:
-    """The largest entry of what a move has beside a multiple of the way."""
-    move, way = move.double(), way.double()
-    return float((move - way * (move.dot(way) / way.dot(way).clamp_min(1e-30))).abs().max())
 
 
 def _is_momentum(knob: str) -> bool:

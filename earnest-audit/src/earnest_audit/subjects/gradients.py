@@ -60,11 +60,10 @@ class _Gradients:
         pass writes into buffers is no state of the accumulation."""
         with restored(self.model, None), empty_grads(self.model.parameters()), calling(self.seed, graph=True):
             act()
-            return self._left()
+            return self._left(self._trained())
 
-    def _left(self, tensors: Mapping[str, Tensor] | None = None) -> Gradient:
-        """A copy of what stands in ``.grad`` of the trainable parameters, or of these tensors."""
-        named = self._trained() if tensors is None else tensors
+    def _left(self, named: Mapping[str, Tensor]) -> Gradient:
+        """A copy of what stands in ``.grad``."""
         return Gradient({n: None if p.grad is None else p.grad.detach().clone() for n, p in named.items()})
 
     def _trained(self) -> dict[str, Tensor]:
@@ -139,8 +138,7 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
                 meant = whole.times(factor if self.rows_interact else 1.0)
                 off = meant.distance(found)
                 measured = f"gradient off by {off:.2g} (best factor {factor:.3g})"
-                holds = off <= room and whole.norm() > 0
-                why = _most(found, meant) + meaning
+                holds, why = off <= room and whole.norm() > 0, _most(found, meant) + meaning
                 yield self.finding(subject, measured, expected.format(f"{room:.2g}"), holds, why)
         if not self.stateful:
             yield twice
@@ -179,9 +177,8 @@ class Update(_Gradients, Subject, name="update"):
 
     Needs: ``update(batches, max_grad_norm)`` makes one update of ``model`` by ``optimizer`` from these micro-batches:
     forward, backward, clip, step, and what clears the gradients. ``loss(model, batch)`` is a whole batch's loss. The
-    optimizer owns the model's parameters, or copies of them in another precision (fp32 masters), which are found by
-    shape and values. The model and the optimizer are restored; a schedule or a loss scale that ``update`` also moves is
-    the caller's.
+    optimizer owns the parameters, or copies with their shapes and values (fp32 masters). The model and the optimizer
+    are restored; a schedule or a loss scale that ``update`` also moves is the caller's.
     How: Measured when the optimizer steps: uneven micro-batches (``split``) without a clip, with a clip at a
     twentieth of the gradient's norm, and the second of two updates. The tolerance is that of Accumulation.
     Exceptions: torch divides by norm + 1e-6 when it clips, which shortens a small gradient: that is allowed.
@@ -215,8 +212,7 @@ class Update(_Gradients, Subject, name="update"):
             return
         self._read = self._owned()
         if not self._read:
-            other = "The optimizer owns neither the model's parameters nor copies of their shapes and values."
-            yield self.not_applicable("handed gradient", "the optimizer owns other tensors", other)
+            yield self.not_applicable("handed gradient", "the optimizer owns neither parameters nor copies of them")
             return
         with restored(self.model, self.optimizer):
             free = self._handed(parts, 4 * (norm + STABILISER))
@@ -253,17 +249,14 @@ class Update(_Gradients, Subject, name="update"):
         return self.agrees(subject, wanted.distance(found), room, why, f"off by {{}} (best factor {factor:.3g})")
 
     def _owned(self) -> dict[str, Tensor]:
-        """Parameter -> the tensor whose ``.grad`` the optimizer reads for it: its own, or a copy's in another precision.
-        Empty where the optimizer has other tensors and none of the model's."""
-        trained = self._trained()
+        """Parameter -> the tensor whose ``.grad`` the optimizer reads for it; empty where it has only others."""
         owned = {id(t): t for group in self.optimizer.param_groups for t in group["params"]}
-        own = {id(p) for p in trained.values()} & owned.keys()
-        others, found = [t for i, t in owned.items() if i not in own], dict(trained)
-        for name, p in trained.items():
-            alike = (i for i, t in enumerate(others) if t.shape == p.shape and torch.equal(t.detach().to(p), p.detach()))
-            if id(p) not in own and (place := next(alike, None)) is not None:
-                found[name] = others.pop(place)
-        return found if own or not owned or any(id(t) in owned for t in found.values()) else {}
+        found = {n: owned.pop(id(p)) for n, p in self._trained().items() if id(p) in owned}
+        for n, p in self._trained().items():
+            alike = (i for i, t in owned.items() if t.shape == p.shape and torch.equal(t.detach().to(p), p.detach()))
+            if n not in found and (place := next(alike, None)) is not None:
+                found[n] = owned.pop(place)
+        return {**self._trained(), **found} if found or not owned else {}
 
     def _handed(self, parts: Sequence[Mapping[str, Any]], max_grad_norm: float, clear: bool = True) -> Gradient | None:
         """What stood in ``.grad`` when the optimizer stepped; None where it did not step exactly once."""
@@ -309,11 +302,10 @@ def _cuts(
 
 
 def _most(found: Gradient, wanted: Gradient) -> str:
-    """The parameters that make up a difference, the largest first."""
-    parts = {n: 0.0 if g is None else float(g.double().norm()) for n, g in found.minus(wanted).parts.items()}
-    largest = sorted((n for n, off in parts.items() if off > 0.1 * max(parts.values())), key=parts.__getitem__)[::-1]
-    few = f"{', '.join(largest[:3])} ({len(largest)} of {len(parts)} parameters)"
-    return f"Off most: {few if 0 < len(largest) < len(parts) else 'every parameter'}. "
+    """The parameters that make up most of a difference."""
+    parts = {n: 0.0 if g is None else float(g.norm()) for n, g in found.minus(wanted).parts.items()}
+    most = sorted((n for n, off in parts.items() if not off <= 0.1 * max(parts.values())), key=lambda n: -parts[n])
+    return f"Off most: {', '.join(most[:3])} ({len(most)} of {len(parts)} parameters). "
 
 
 def _trains(gradient: Callable[[Mapping[str, Any]], Gradient], part: Mapping[str, Any]) -> bool:

@@ -14,7 +14,8 @@ from earnest_audit.verdict import Finding
 ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
 EXACT = 1e-9  # of the peak: a rate of 0, up to rounding
 RANKS = 4
-MIDDLE = "half way"
+MIDDLE, FALL = "half way", "the first fall"
+STEEP, SMALL = 4, 0.02  # times the next falls (1 - √t begins with 2.4 times, 1/t with 3 times); of the peak
 
 
 @dataclass
@@ -30,17 +31,18 @@ class Schedule(Subject, name="schedule"):
     Needs: ``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak``, ``final`` and ``warmup`` may have one per group too.
     ``warmup`` is the number of steps in which the rate rises. ``ends`` is the step at which the final rate is reached:
-    ``total``, or an earlier one where it is held for the rest of the run. ``restarts=True`` where the rate rises again
-    after the warm-up by design. ``settings`` (decay steps, a power, a floor) are numbers, handed to ``rates`` by name,
-    and each has to matter.
+    ``total``, or an earlier one where it is held for the rest of the run; with it, or with a final rate of 0, the last
+    steps are checked. ``restarts=True`` where the rate rises again after the warm-up by design. ``settings`` (decay
+    steps, a power, a floor) are numbers, handed to ``rates`` by name, and each has to matter.
     ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
     How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
     Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a
     quarter of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change. With
     restarts the warm-up ends at the first fall, and the floor is checked after the last rise.
-    Warns: (row "half way") a schedule that is at its end early by design; ``ends`` declares when it is there.
+    Warns: (rows "half way" and "the first fall") a schedule that is at its end early by design, where ``ends`` declares
+    when it is there; a decay that is steepest in its first step, or has its first stage directly after the warm-up.
     Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all
-    groups), a decay to 0 where a floor is declared
+    groups), a decay to 0 where a floor is declared, fairchem #1967 (a cosine that is not shifted by the warm-up)
     """
 
     rates: Callable[..., Sequence[float] | Sequence[Sequence[float]]]
@@ -68,7 +70,7 @@ class Schedule(Subject, name="schedule"):
             of = f" (group {number})" if len(groups) > 1 else ""
             for subject, measured, expected, holds, meaning in self._group(rates, peak, final, warmup):
                 row = self.finding(f"{subject}{of}", measured, expected, holds, meaning)
-                yield self.law.doubtful(row) if subject == MIDDLE else row
+                yield self.law.doubtful(row) if subject in (MIDDLE, FALL) else row
         if self.warmup is None:
             yield self.not_declared("warm-up", "warmup=…, in optimizer steps,")
         if self.ends is None and any(0 < final < peak for peak, final in zip(peaks, finals, strict=True)):
@@ -94,24 +96,17 @@ class Schedule(Subject, name="schedule"):
         self, one: list[float], peak: float, final: float, warmup: float | None
     ) -> Iterator[tuple[str, str, str, bool, str]]:
         top, middle, (low, high) = max(one), one[len(one) // 2], sorted((peak, final))
-        yield (
-            "peak", f"{top:.3g}", f"{peak:.3g}", abs(top - peak) <= 0.1 * peak,
-            "The peak is never reached, or it is another group's: one rate is written over every group.",
-        )  # fmt: skip
+        why = "The peak is never reached, or it is another group's: one rate is written over every group."
+        yield "peak", f"{top:.3g}", f"{peak:.3g}", abs(top - peak) <= 0.1 * peak, why
         if not self.restarts:
-            yield (
-                MIDDLE, f"{middle:.3g}", "between the peak and the end",
-                low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2),
-                "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps.",
-            )  # fmt: skip
+            holds = low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2)
+            why = "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps."
+            yield MIDDLE, f"{middle:.3g}", "between the peak and the end", holds, why
         # A linear decay is one step above its end in its last step, and that is much in a short run.
         last, near = abs(one[-1] - one[-2]) if len(one) > 1 else 0.0, 0.25 * final if final else 0.1 * peak
         ends = abs(one[-1] - final) <= max(near, 1.5 * last)
-        yield (
-            "end", f"{one[-1]:.3g}", f"{final:.3g}", ends,
-            "The run ends before the schedule does, or long after; or the schedule has another floor than the declared "
-            "one.",
-        )  # fmt: skip
+        why = "The run ends before the schedule does, or long after; or it has another floor than the declared one."
+        yield "end", f"{one[-1]:.3g}", f"{final:.3g}", ends, why
         at = self._top(one)
         rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
         if ends and final < peak and (final == 0 or self.ends is not None):
@@ -130,29 +125,26 @@ class Schedule(Subject, name="schedule"):
             )  # fmt: skip
         if ends:
             least = min(one[rises[-1] if self.restarts and rises else one.index(top) :])
-            yield (
-                "floor", f"the least rate after the peak is {least:.3g}", f"{low:.3g} or above",
-                least >= low - max(ROUNDED * top, last),
-                "The rate falls below its declared end: the floor is not applied, or only at the last step.",
-            )  # fmt: skip
+            holds = least >= low - max(ROUNDED * top, last)
+            why = "The rate falls below its declared end: the floor is not applied, or only at the last step."
+            yield "floor", f"the least rate after the peak is {least:.3g}", f"{low:.3g} or above", holds, why
         if warmup is None:
             return
         # The top comes at the end of the warm-up; a step early or late is how steps are counted.
         rising = all(a <= b for a, b in pairwise(one[: at + 1]))
-        yield (
-            "warm-up", f"the top is at step {at}" + ("" if rising else ", and the rate falls before it"),
-            f"at step {warmup}, and a rise to it",
-            rising and abs(at - warmup) <= 1 + warmup // 4 and (warmup < 2 or one[0] < one[at]),
-            "The warm-up is not the one that was declared: it is read as 0, or counted in epochs, ranks or "
-            "micro-batches.",
-        )  # fmt: skip
+        holds = rising and abs(at - warmup) <= 1 + warmup // 4 and (warmup < 2 or one[0] < one[at])
+        why = "The warm-up is not the declared one: it is read as 0, or counted in epochs, ranks or micro-batches."
+        measured = f"the top is at step {at}" + ("" if rising else ", and the rate falls before it")
+        yield "warm-up", measured, f"at step {warmup}, and a rise to it", holds, why
         if not self.restarts:
-            yield (
-                "after the warm-up", f"it rises again at step {rises[0]}" if rises else "it never rises again",
-                "it never rises again", not rises,
-                "The rate rises again after its top: a cycle longer or shorter than the run, or a warm-up that begins "
-                "anew (on a resume, for example). Intended restarts declare restarts=True.",
-            )  # fmt: skip
+            why = "The rate rises again after its top: a cycle longer or shorter than the run, or a warm-up that "
+            why += "begins anew (on a resume, for example). Intended restarts declare restarts=True."
+            measured = f"it rises again at step {rises[0]}" if rises else "it never rises again"
+            yield "after the warm-up", measured, "it never rises again", not rises, why
+            first, *later = (a - b for a, b in pairwise([*one[at : at + 4], one[-1]]))
+            holds = warmup < 2 or first <= max(SMALL * top, STEEP * max(later[:2], default=first))
+            why = "The rate jumps down where the warm-up ends: the decay is not shifted by it."
+            yield FALL, f"by {first:.3g}", f"≤ {STEEP} times the next ones", holds, why
 
     def _top(self, one: list[float]) -> int:
         """The step at which the warm-up is over: the top, or, with restarts, what comes before the first fall."""
