@@ -198,9 +198,7 @@ class OuterStep(Subject, name="outer step"):
         turned = [1 - float(torch.cosine_similarity(*pair, 0)) for pair in ((a - start, one - start), (b - a, two - a))]
         if turned[0] <= near**2 + rounding(start):
             why = "The second round does not begin at its start: what is kept of the weights is not refreshed."
-            yield self.agrees(
-                "a second round", turned[1], near**2 + rounding(start), why, "1 - cosine to mean - start is {}"
-            )
+            yield self.agrees("a second round", turned[1], near**2 + rounding(start), why, "1 - cosine is {}")
         if self.precision is not None:
             yield self.not_applicable("a small move", f"sent or kept in {self.precision}, by declaration")
         else:  # a move of a thousandth of every weight, which is more than most outer steps are
