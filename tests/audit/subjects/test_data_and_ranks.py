@@ -196,3 +196,89 @@ def test_a_column_has_what_is_declared_of_each_example(lost: bool) -> None:
     columns = {"truncated": lambda e: float(e["cut"]), "ids": lambda e: e["ids"]}
     found = {f.subject for f in audit(Collator(stage, examples, {"ids": 0}, columns=columns)).failures}
     assert found == ({"column truncated"} if lost else set())
+
+
+def rows_of(examples: list[Any], shift: int = 0) -> dict[str, Tensor]:
+    return {"y": torch.tensor([[e, e] for e in examples]).roll(shift, 0)}
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_declarations_are_about_the_batch(shift: int) -> None:
+    """A batch that is rolled is right for one example alone."""
+
+    def rows(**more: Any) -> dict[str, str]:
+        stage = Collator(lambda e: rows_of(e, shift), [1, 2, 3], columns={"y": lambda e: [e, e]}, labels="y",
+                         targets=lambda e: [e, e], **more)  # fmt: skip
+        return {f.subject: f.outcome for f in audit(stage).findings}
+
+    outcome = "fails" if shift else "holds"
+    assert {rows()[k] for k in ("column y", "supervised tokens")} == {outcome}
+    unknown = rows(rows=False)
+    assert {unknown[k] for k in ("column y", "supervised tokens")} == {"not declared"}
+    unpacked = rows(rows=False, unpack=lambda b: [{"y": y} for y in b["y"]])
+    assert unpacked["documents"] == "holds" and unpacked["column y"] == "holds", "the same documents in another order"
+
+
+def test_supervised_tokens_that_differ_are_named() -> None:
+    wrong = Collator(lambda e: rows_of(e), [1, 2], labels="y", targets=lambda e: [e, 9])
+    (row,) = audit(wrong).failures
+    assert "example 0 lacks 9 and also has 1" in row.meaning
+
+
+@pytest.mark.parametrize(("kept", "holds"), [(7, True), (4, False), (1, False)])
+def test_a_row_per_example_is_a_claim(kept: int, holds: bool) -> None:
+    def stage(examples: list[Any]) -> dict[str, Tensor]:
+        return rows_of(examples[:kept])
+
+    found = audit(Collator(stage, list(range(7))))
+    assert found.holds == holds and audit(Collator(stage, list(range(7)), rows=False)).holds
+    assert holds or [f.measured for f in found.failures] == [f"7 examples, {kept} rows"]
+
+
+@pytest.mark.parametrize(("off", "holds"), [(2.0**-23, True), (1e-3, False)])
+def test_floats_alone_and_in_a_batch_are_equal_up_to_rounding(off: float, holds: bool) -> None:
+    examples = [torch.tensor([-3.0, -1e9, 0.0, 0.1]), torch.tensor([-30.0, -2.0, -0.3, 0.5])]
+
+    def stage(rows: list[Tensor]) -> dict[str, Tensor]:
+        logprobs = torch.stack(rows) * (1 + off * (len(rows) > 1))
+        return {"logprobs": logprobs, "reward": torch.tensor([float("nan") if r[0] < -9 else 1.0 for r in rows])}
+
+    found = audit(Collator(stage, examples, columns={"logprobs": lambda e: e}))
+    assert found.holds == holds
+    assert any("floats by" in f.measured for f in found.findings), "the difference is printed"
+
+
+@pytest.mark.parametrize("fault", ["", "one column is not filtered", "another order", "keeps all"])
+def test_a_filter_declares_what_it_keeps(fault: str) -> None:
+    examples = [{"id": n, "rewards": r} for n, r in enumerate([[1.0, 1.0], [0.0, 1.0], [0.0, 0.0], [1.0, 0.5]])]
+
+    def keeps(example: dict[str, Any]) -> bool:
+        return len(set(example["rewards"])) > 1
+
+    def stage(groups: list[dict[str, Any]]) -> dict[str, Tensor]:
+        kept = groups if fault == "keeps all" else [g for g in groups if keeps(g)]
+        rewards = [g["rewards"] for g in (groups if fault == "one column is not filtered" else kept)][: len(kept)]
+        ids = sorted(g["id"] for g in kept) if fault == "another order" else [g["id"] for g in kept]
+        return {"id": torch.tensor(ids), "rewards": torch.tensor(rewards)}
+
+    seen = failed(Collator(stage, examples, keeps=keeps, columns={"rewards": lambda e: e["rewards"]}))
+    assert seen == {
+        "": set(), "one column is not filtered": {"column rewards", "permuted examples", "each example alone"},
+        "another order": {"permuted examples"}, "keeps all": {"rows"},
+    }[fault]  # fmt: skip
+
+
+class Cached:
+    """Log-probs of pairs, kept by the prompt alone or by the whole pair."""
+
+    def __init__(self, whole: bool) -> None:
+        self.whole, self.kept = whole, dict[Any, float]()
+
+    def __call__(self, examples: list[tuple[str, int]]) -> dict[str, Tensor]:
+        return {"lp": torch.tensor([self.kept.setdefault(e if self.whole else e[0], float(e[1])) for e in examples])}
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_stage_with_a_memory_begins_anew(whole: bool) -> None:
+    seen = failed(Collator(Cached(whole), [("p", 1), ("q", 2), ("p", 3)]))
+    assert seen == (set() if whole else {"permuted examples", "each example alone"})

@@ -7,15 +7,21 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from earnest_audit.precision import rounding
 from earnest_audit.restore import seeded
-from earnest_audit.subjects.base import Subject, equal
+from earnest_audit.subjects.base import Subject, copied, gap, largest
 from earnest_audit.verdict import Finding
+
+Batch = Mapping[str, Any]
+Unpack = Callable[[Batch], Sequence[Batch]]
+MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not have: no number is equal to it
 
 
 @dataclass
@@ -27,21 +33,24 @@ class Collator(Subject, name="collator"):
     alignment    all columns of a row come from the same example
     inputs       are not written into
     again        the same examples give the same batch
+    rows         there is a row for each example
     documents    a packed batch has one document per example, and it is what the example gives alone
-    targets      exactly the declared tokens of an example are supervised
-    columns      a column has what is declared of each example
+    targets      exactly the declared tokens of an example are supervised in the batch
+    columns      a column of the batch has what is declared of each example
 
     Needs: ``fn(examples)`` -> a dict of tensors [B, …]; ``pads`` is column -> padding value: trailing and leading
     entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
-    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in the column ``labels``
-    (of its document, with unpack), where other places have ``ignore``. ``columns`` is column -> fn(example), what its
-    row (its document, with unpack) has to be without padding.
-    How: The examples are collated as they are, again, in another order, and each alone; real entries are compared.
-    Exceptions: Packing and sampling stages mix examples by design: rows=False leaves the inputs, the repetition and,
-    with unpack, the documents.
+    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in its row of the column
+    ``labels`` (in its document, with unpack), where other places have ``ignore``. ``columns`` is column -> fn(example),
+    what its row (its document, with unpack) has to be without padding. ``keeps(example)``: whether a filter keeps an
+    example, which the example alone decides; rows, documents, targets and columns are then those of the kept ones.
+    How: The examples are collated as they are, again, in another order, and each alone; real entries are compared,
+    floats up to rounding. All calls but the second begin from a deep copy of ``fn`` that was never called.
+    Exceptions: Stages that pack, sample, remove duplicates or draw for each row mix examples by design: rows=False
+    leaves the inputs, the repetition and, with unpack, the documents, targets and columns.
     Detects: labels of the neighbouring row, a column that is sorted by length alone, a collator that appends an end
     token to the caller's own list, truncation that depends on the batch, TRL #5075, LLaMA-Factory #10283 and torchtitan
-    #3130 (packed documents), torchtitan #2755 (a mask that is one token too long)
+    #3130 (packed documents), torchtitan #2755 (a mask that is one token too long), a cache with too short a key
     """
 
     fn: Callable[[list[Any]], Mapping[str, Any]]
@@ -49,46 +58,66 @@ class Collator(Subject, name="collator"):
     pads: Mapping[str, float] = field(default_factory=dict)
     rows: bool = True
     seed: int = 0
-    unpack: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]] | None = None
+    unpack: Unpack | None = None
     targets: Callable[[Any], Sequence[int]] | None = None
     labels: str = "labels"
     ignore: int = -100
     columns: Mapping[str, Callable[[Any], Any]] = field(default_factory=dict)
+    keeps: Callable[[Any], bool] | None = None
 
     def check(self) -> Iterator[Finding]:
         why = "The stage writes into its examples: the next epoch, and every other stage, gets other data."
+        used = copied(self.fn)
         with seeded(self.seed):
-            given, unchanged = self.untouched(self.fn, {"examples": list(self.examples)}, why)
+            given, unchanged = self.untouched(used, {"examples": list(self.examples)}, why)
         yield unchanged
-        batch = _tensors(given)
-        again = self._run(self.examples)
-        differ = [k for k in batch if k not in again or not torch.equal(batch[k], again[k])]
+        batch, again = _tensors(given), self._run(self.examples, used)
+        differ = [k for k in batch if k not in again or _off(again[k], batch[k]) > 0]
         more = ": the same examples and seed give another batch: a state from the last call is still there."
         yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
+        kept = self._kept
         if self.unpack is not None:
             yield self._documents(self.unpack)
         if self.targets is not None:
-            yield self._supervised(self.targets)
-        yield from map(self._declared, self.columns)
-        count = len(self.examples)
-        columns = {k: v for k, v in batch.items() if v.ndim > 0 and v.shape[0] == count}
-        if not self.rows or count < 2 or not columns:
-            yield self.not_applicable("rows", "rows are not examples" if columns else "no column has a row per example")
+            more = "other tokens are supervised than declared: a mask is off by one, without an end, or with a prompt."
+            yield self._declared("supervised tokens", self.labels, batch, more, partial(self._tokens, self.targets))
+        for k in self.columns:
+            more = f"{k} is not what the example has: a flag that is dropped, a default, another field."
+            yield self._declared(f"column {k}", k, batch, more, partial(self._value, k))
+        sizes = {k: len(v) for k, v in batch.items() if v.ndim > 0}
+        columns, most = [k for k, size in sizes.items() if size == len(kept)], max(sizes.values(), default=0)
+        if not self.rows or not columns or len(kept) < 2:
+            measured = f"{len(kept)} examples, {most} rows" if self.rows else "rows are not examples"
+            lost = self.rows and sizes and not columns and (most < len(kept) or self.keeps is not None)
+            why = "Examples are lost, or not dropped. Filters declare keeps=…, packing and sampling stages rows=False."
+            yield self.finding("rows", measured, "a row per example", False if lost else "not applicable", why)
             return
-        order = list(range(count))[::-1]  # not a rotation, which a shift by one row would survive
-        turned = self._run([self.examples[i] for i in order])
-        alone = [self._run([example]) for example in self.examples]
-        moved = [k for k in columns if any(not self._same(k, turned, r, batch, i) for r, i in enumerate(order))]
-        more = ": permuted examples do not give permuted rows, so columns of one row come from different examples."
-        yield self.none("permuted examples", moved, f"{len(moved)} of {len(columns)} columns differ", more)
-        mixed = [k for k in columns if any(not self._same(k, one, 0, batch, i) for i, one in enumerate(alone))]
-        more = ": an example gives another row alone, padding aside: a statistic of the batch, or another one is in it."
-        yield self.none("each example alone", mixed, f"{len(mixed)} of {len(columns)} columns differ", more)
+        turned = self._run(list(self.examples)[::-1])  # not a rotation, which a shift by one row would survive
+        alone = [self._run([example]) for example in kept]
+        for subject, rows, meaning in (
+            ("permuted examples", {k: [*turned.get(k, [])][::-1] for k in columns},
+             "permuted examples do not give permuted rows, so columns of one row come from different examples."),
+            ("each example alone", {k: [row for one in alone for row in one.get(k, [])[:1]] for k in columns},
+             "an example gives another row alone, padding aside: a statistic of the batch, or another one is in it."),
+        ):  # fmt: skip
+            off = {k: self._apart(k, rows[k], batch[k]) for k in columns}
+            wrong = [k for k in columns if off[k] > rounding(batch[k])]
+            floats = max((by for by in off.values() if 0 < by < math.inf), default=0.0)
+            by = f", floats by up to {floats:.2g}" if floats else ""
+            yield self.none(subject, wrong, f"{len(wrong)} of {len(columns)} columns differ{by}", f": {meaning}")
 
-    def _documents(self, unpack: Callable[[Mapping[str, Any]], Sequence[Mapping[str, Any]]]) -> Finding:
+    @property
+    def _kept(self) -> list[Any]:
+        return [example for example in self.examples if self.keeps is None or self.keeps(example)]
+
+    def _apart(self, key: str, a: Sequence[Tensor], b: Tensor) -> float:
+        rows = zip(a, b, strict=False)
+        return max(_off(self._real(key, i), self._real(key, j)) for i, j in rows) if len(a) == len(b) else math.inf
+
+    def _documents(self, unpack: Unpack) -> Finding:
         found = [_tensors(document) for document in unpack(self._run(self.examples))]
-        alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in self.examples]
-        lost = sum(not any(equal(document, other) for other in found) for own in alone for document in own)
+        alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in self._kept]
+        lost = sum(not any(_alike(document, other) for other in found) for own in alone for document in own)
         one = len(found) == len(alone) and all(len(own) == 1 for own in alone)
         return self.finding(
             "documents", f"{len(found)} documents of {len(alone)} examples, {lost} of them not as they are alone",
@@ -97,38 +126,35 @@ class Collator(Subject, name="collator"):
             "boundary is lost, or the rest of a long example is a document of its own.",
         )  # fmt: skip
 
-    def _supervised(self, targets: Callable[[Any], Sequence[int]]) -> Finding:
-        rows = []
-        for example in self.examples:
-            document = self._document(batch := self._run([example]))
-            rows.append((document if self.labels in document else batch)[self.labels].flatten())
-        taught = [row[row != self.ignore].tolist() for row in rows]
-        other = [str(i) for i, (a, e) in enumerate(zip(taught, self.examples, strict=True)) if a != list(targets(e))]
-        more = ": other tokens are supervised than declared: a mask is off by one, or an end or a prompt is in it."
-        return self.none("supervised tokens", other, f"{len(other)} of {len(taught)} examples differ", more)
+    def _declared(
+        self, subject: str, column: str, batch: Batch, meaning: str, wrong: Callable[[Tensor, Any], str]
+    ) -> Finding:
+        """``wrong``: what is wrong with this column of an example, which is its row or, packed, that of its document
+        (which the batch has as it is alone). Another row of the batch may be anything."""
+        found: Any = batch.get(column, MISSING.expand(len(self._kept)))
+        if self.unpack is not None:
+            alone = [self._run([example]) for example in self._kept]
+            parts = [{**one, **next(iter(self.unpack(one)), {})} for one in alone]
+            found = [torch.as_tensor(part.get(column, MISSING)) for part in parts]
+        elif not self.rows or not found.ndim or len(found) != len(self._kept):
+            return self.not_declared(subject, "unpack=…, which finds each example in the batch,")
+        each = [wrong(*pair) for pair in zip(found, self._kept, strict=True)]
+        odd = [f"example {number} {how}" for number, how in enumerate(each) if how]
+        return self.none(subject, odd, f"{len(odd)} of {len(each)} examples differ", f": {meaning}")
 
-    def _declared(self, column: str) -> Finding:
-        wrong: list[str] = []
-        for number, example in enumerate(self.examples):
-            wanted, batch = torch.as_tensor(self.columns[column](example)), self._run([example])
-            row = self._document(batch) if self.unpack else {k: v[0] for k, v in batch.items() if len(v)}
-            found = self._real(column, row[column]) if column in row else None
-            holds = found is not None and found.shape == wanted.shape and bool(torch.allclose(found.to(wanted), wanted))
-            wrong += [] if holds else [str(number)]
-        more = f": {column} is not what the example has: a flag that is dropped, a default, another field."
-        return self.none(f"column {column}", wrong, f"{len(wrong)} of {len(self.examples)} examples differ", more)
+    def _value(self, column: str, row: Tensor, example: Any) -> str:
+        off = _off(self._real(column, row), wanted := torch.as_tensor(self.columns[column](example)))
+        return "differs" if off > rounding(row, wanted) else ""
 
-    def _document(self, batch: Mapping[str, Any]) -> dict[str, Tensor]:
-        """The first document of a packed batch; empty where nothing is packed."""
-        found = next(iter(self.unpack(batch)), {}) if self.unpack else {}
-        return {k: torch.as_tensor(v) for k, v in found.items()}
+    def _tokens(self, targets: Callable[[Any], Sequence[int]], row: Tensor, example: Any) -> str:
+        found, wanted = row[row != self.ignore].tolist(), [int(t) for t in targets(example)]
+        odd = {"lacks": Counter(wanted) - Counter(found), "also has": Counter(found) - Counter(wanted)}
+        told = [f"{word} {', '.join(map(str, [*tokens.elements()][:3]))}" for word, tokens in odd.items() if tokens]
+        return " and ".join(told) or ("" if found == wanted else "has another order")
 
-    def _run(self, examples: Sequence[Any]) -> dict[str, Tensor]:
+    def _run(self, examples: Sequence[Any], fn: Callable[[list[Any]], Batch] | None = None) -> dict[str, Tensor]:
         with seeded(self.seed):
-            return _tensors(self.fn(copy.deepcopy(list(examples))))
-
-    def _same(self, key: str, a: Mapping[str, Tensor], i: int, b: Mapping[str, Tensor], j: int) -> bool:
-        return key in a and torch.equal(self._real(key, a[key][i]), self._real(key, b[key][j]))
+            return _tensors((fn or copied(self.fn))(copy.deepcopy(list(examples))))
 
     def _real(self, key: str, row: Tensor) -> Tensor:
         """A row without its padding in front and at the end."""
@@ -138,8 +164,27 @@ class Collator(Subject, name="collator"):
         return row[int(places[0]) : int(places[-1]) + 1] if len(places) else row[:0]
 
 
-def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+def _tensors(batch: Batch) -> dict[str, Tensor]:
     return {k: v.clone() for k, v in batch.items() if isinstance(v, Tensor)}
+
+
+def _alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
+    """Whether two rows or documents are the same, floats up to rounding."""
+    return a.keys() == b.keys() and all(_off(a[k], b[k]) <= rounding(a[k], b[k]) for k in a)
+
+
+def _off(a: Tensor, b: Tensor) -> float:
+    """By how much two tensors differ, relative to an entry or, where that is less, to 1 or the largest; what both do
+    not have (NaN) is equal. Infinite for another shape, and for other whole numbers."""
+    if a.shape != b.shape:
+        return math.inf
+    if not (a.is_floating_point() or b.is_floating_point()):
+        return math.inf if bool((a != b.to(a.device)).any()) else 0.0
+    a, b = a.double(), b.to(a.device).double()
+    a, b = (t[~(a.isnan() & b.isnan())] for t in (a, b))
+    size = torch.maximum(a.abs(), b.abs())
+    off = largest(gap(a, b) / size.clamp_min(max(1e-300, min(1.0, largest(size[size.isfinite()])))))
+    return math.inf if math.isnan(off) else off
 
 
 Messages = Sequence[Mapping[str, Any]]
