@@ -58,7 +58,7 @@ def audit(
             verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
     finally:
         RUNNING.pop()
-    verdict = verdict.at((place_of(subject.loss) if isinstance(subject, Step) else "") or caller())
+    verdict = verdict.at((place_of(subject.loss) if isinstance(subject, Step) else subject.place) or caller())
     for listener in LISTENERS:
         listener(verdict)
     return verdict

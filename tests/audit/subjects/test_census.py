@@ -32,6 +32,9 @@ def test_a_census_counts() -> None:
     assert audit(Census({"a": 3, "b": 4}, {"b": 4, "a": 3}, "rows")).holds
     assert failed(Census({"a": 3, "b": 4}, {"b": 5, "a": 3}, "rows")) == {"rows, how many"}
     assert failed(Census({"a": 3, "b": 4}, {"b": 4}, "rows")) == {"rows"}
+    assert audit(Census({"a": 0.1 + 0.2}, {"a": 0.3}, "rewards")).holds, "up to rounding"
+    assert failed(Census({"a": 0.3}, {"a": 0.301}, "rewards")) == {"rewards, how many"}
+    assert failed(Census({"a": 10**7}, {"a": 10**7 + 1}, "tokens")) == {"tokens, how many"}, "whole numbers exactly"
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     assert audit(Census(dict(one.named_parameters()), dict(two.named_parameters()))).holds, "values that are no numbers"
     assert audit(Census("ab", "aabb")).holds, "a module has two factors, say"

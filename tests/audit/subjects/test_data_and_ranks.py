@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import pytest
@@ -59,6 +60,37 @@ def test_a_packing_stage_declares_that_rows_are_not_examples() -> None:
 ])  # fmt: skip
 def test_ranks_draw_differently_and_repeatably(draw: Any, seen: set[str]) -> None:
     assert failed(Ranks(draw=draw)) == seen
+
+
+@pytest.mark.parametrize(("seed", "seen"), [
+    (lambda rank, step: 4 * step + rank, set()), (lambda rank, step=0: step + rank, set()),
+    (lambda rank, step: step + rank, {"different ranks"}),
+])  # fmt: skip
+def test_ranks_draw_differently_in_every_step(seed: Any, seen: set[str]) -> None:
+    """seed + step + rank: a rank draws what the next one drew a step before."""
+
+    @wraps(seed)
+    def draw(*place: int) -> Tensor:
+        return torch.randint(0, 40, (8,), generator=torch.Generator().manual_seed(seed(*place)))
+
+    verdict = audit(Ranks(draw=draw))
+    assert {f.subject for f in verdict.failures} == seen
+    assert all("rank 0 in step 1 and rank 1 in step 0" in f.meaning for f in verdict.failures)
+
+
+def test_a_row_has_the_place_of_what_is_declared() -> None:
+    (row,) = audit(collator("truncates")).failures
+    line = collator.__code__.co_firstlineno + 1
+    assert row.place.endswith(f"test_data_and_ranks.py:{line}"), "the function, and not the line that audits it"
+
+
+def test_the_cut_that_disagrees_is_named() -> None:
+    def padded(parts: list[Tensor]) -> float:
+        return float(torch.cat(parts).sum()) + (len(parts) == 2)
+
+    rows = torch.randn(11, generator=torch.Generator().manual_seed(0)) ** 2
+    found = audit(Ranks(metric=padded, rows=rows, single=lambda parts: float(torch.cat(parts).sum()))).failures
+    assert "rows cut 2+9:" in found[0].measured and "(2+3+6)" in found[1].measured
 
 
 def test_a_metric_over_ranks_does_not_depend_on_the_cut() -> None:
@@ -220,7 +252,7 @@ def test_declarations_are_about_the_batch(shift: int) -> None:
 
 
 def test_supervised_tokens_that_differ_are_named() -> None:
-    wrong = Collator(lambda e: rows_of(e), [1, 2], labels="y", targets=lambda e: [e, 9])
+    wrong = Collator(rows_of, [1, 2], labels="y", targets=lambda e: [e, 9])
     (row,) = audit(wrong).failures
     assert "example 0 lacks 9 and also has 1" in row.meaning
 

@@ -68,8 +68,44 @@ def test_a_resume_starts_from_one_generator_state_and_leaves_it() -> None:
 
 
 def test_a_resume_says_where_no_epoch_ended() -> None:
-    rows = {epoch: {f.subject for f in audit(resume(True, epoch)).findings} for epoch in (4, 100)}
-    assert "the end of an epoch" in rows[100] and "the end of an epoch" not in rows[4]
+    rows = {epoch: {f.subject for f in audit(resume(True, epoch)).findings} for epoch in (2, 4, 9, 100)}
+    assert "the end of an epoch" in rows[100] and not any("the end of an epoch" in rows[e] for e in (2, 4, 9))
+    assert [any(s.startswith("6 + ") or " = 6 + " in s for s in rows[e]) for e in (2, 4, 9)] == [False, True, False]
+
+
+class Epochs(Dropped):
+    """Data in another order in each epoch; the count of epochs is lost in a resume, or is not."""
+
+    def go(self, steps: int) -> list[int]:
+        seen = []
+        for _ in range(steps):
+            epoch, at = divmod(self.place, 4)
+            seen.append(int(torch.randperm(4, generator=torch.Generator().manual_seed(epoch))[at]))
+            self.place += 1
+        return seen
+
+
+@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("lost", [True, False])
+def test_an_epoch_ends_before_the_save(lost: bool, steps: int) -> None:
+    def load(run: Epochs, folder: Path) -> None:
+        run.load(folder, True)
+        run.place -= 4 * (run.place // 4) * lost
+
+    subject = Resume(lambda: Epochs(4), Epochs.go, Epochs.save, load, lambda r: torch.zeros(1), steps)
+    assert failed(subject) == ({"the data after a resume"} if lost else set())
+
+
+def test_a_run_that_cannot_go_on_says_so() -> None:
+    def go(run: Dropped, steps: int) -> list[int]:
+        if run.place + steps > 6:
+            raise StopIteration
+        return Dropped.go(run, steps)
+
+    subject = resume(True)
+    subject.run = go
+    (row,) = (f for f in audit(subject).findings if f.subject == "the end of an epoch")
+    assert row.outcome == "not applicable" and "StopIteration" in row.measured
 
 
 class Momentum:

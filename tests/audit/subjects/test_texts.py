@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import pytest
+
 from earnest_audit import ChatTemplate, Grader, audit
 
 END = 1
@@ -103,7 +105,7 @@ def test_answers_that_are_not_trained_by_design_are_declared() -> None:
     assert audit(last).holds
     whole = template()
     whole.trained = (4,)
-    assert failed(whole) == {"words of others", "turns that are not trained"}
+    assert failed(whole) == {"words of others", "turns that are not trained", "ends of answers"}
     inner = last.tokens
 
     def tokens(messages: list[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
@@ -112,4 +114,41 @@ def test_answers_that_are_not_trained_by_design_are_declared() -> None:
         return out, [1 if k in ends[1:-1:2] else on for k, on in enumerate(mask)]  # after the user's text, too
 
     last.tokens = tokens
-    assert failed(last) == {"turns that are not trained"}
+    assert failed(last) == {"turns that are not trained", "ends of answers"}
+
+
+def marked(fault: str, messages: list[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+    """The next user's marker (3) ends an answer, and the last answer has no end (GLM)."""
+    out: list[int] = []
+    mask: list[int] = []
+    for i, m in enumerate(messages):
+        own, after = m["role"] == "assistant", i > 0 and messages[i - 1]["role"] == "assistant"
+        out += [4 if own else 3, *ids(m["content"])]
+        mask += [int(after and fault != "end"), *[int(own)] * len(m["content"])]
+    return out, mask
+
+
+@pytest.mark.parametrize("talk", [TALK, TALK[:3]], ids=["two answers", "one"])
+@pytest.mark.parametrize("fault", ["", "end"])
+def test_an_answer_may_end_where_the_next_message_begins(fault: str, talk: list[Any]) -> None:
+    subject = ChatTemplate(lambda m: marked(fault, m), lambda m: [*marked(fault, m)[0], 4], talk, end=3)
+    (row,) = (f for f in audit(subject).findings if f.subject == "ends of answers")
+    assert row.outcome == ("fails" if fault and talk is TALK else "warns")
+    assert f"there is none of {len(talk) - 1}" in row.measured
+
+
+@pytest.mark.parametrize("fault", ["", "the users' ends", "no end at all", "moved by one"])
+def test_the_end_that_follows_an_answer_is_the_one(fault: str) -> None:
+    right = template().tokens
+
+    def tokens(messages: list[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        out, mask = map(list, right(messages))
+        if fault == "the users' ends":
+            mask = [1 - on if token == END else on for token, on in zip(out, mask, strict=True)]
+        if fault == "moved by one":
+            mask = [*mask[1:], 0]
+        keep = [not (fault == "no end at all" and token == END and on) for token, on in zip(out, mask, strict=True)]
+        return [t for t, k in zip(out, keep, strict=True) if k], [o for o, k in zip(mask, keep, strict=True) if k]
+
+    subject = ChatTemplate(tokens, lambda m: [*tokens(m)[0], 2, *ids("assistant")], TALK, end=END)
+    assert ("ends of answers" in failed(subject)) == bool(fault)

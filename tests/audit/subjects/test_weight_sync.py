@@ -84,6 +84,12 @@ def sync(size: float, skip: tuple[str, ...] = (), **more: Any) -> WeightSync:
     )
 
 
+@pytest.mark.parametrize(("skip", "told"), [(("out", "mix"), "The sampler moved"), (("",), "did not reach")])
+def test_a_sampler_that_moved_is_told_from_one_that_did_not(skip: tuple[str, ...], told: str) -> None:
+    (row,) = (f for f in audit(sync(0.1, skip)).failures if f.subject == "the sampler follows a perturbation")
+    assert told in row.meaning
+
+
 @pytest.mark.parametrize("size", [0.02, 0.1])
 def test_a_small_perturbation_in_16_bits_is_judged_by_what_it_leaves(size: float) -> None:
     assert not audit(sync(size)).failures

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import takewhile
+from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
 import torch
@@ -21,7 +21,9 @@ from earnest_audit.verdict import Finding
 
 Batch = Mapping[str, Any]
 Unpack = Callable[[Batch], Sequence[Batch]]
+Messages = Sequence[Mapping[str, Any]]
 MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not have: no number is equal to it
+NEAR = 1e-5  # what the rounding of sums in fp32 comes to
 
 
 @dataclass
@@ -75,15 +77,15 @@ class Collator(Subject, name="collator"):
         differ = [k for k in batch if k not in again or _off(again[k], batch[k]) > 0]
         more = ": the same examples and seed give another batch: a state from the last call is still there."
         yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
-        kept = self._kept
+        kept = [example for example in self.examples if self.keeps is None or self.keeps(example)]
         if self.unpack is not None:
-            yield self._documents(self.unpack)
+            yield self._documents(self.unpack, kept)
         if self.targets is not None:
             more = "other tokens are supervised than declared: a mask is off by one, without an end, or with a prompt."
-            yield self._declared("supervised tokens", self.labels, batch, more, partial(self._tokens, self.targets))
+            yield self._declared("supervised tokens", self.labels, batch, kept, more, self._tokens)
         for k in self.columns:
             more = f"{k} is not what the example has: a flag that is dropped, a default, another field."
-            yield self._declared(f"column {k}", k, batch, more, partial(self._value, k))
+            yield self._declared(f"column {k}", k, batch, kept, more, partial(self._value, k))
         sizes = {k: len(v) for k, v in batch.items() if v.ndim > 0}
         columns, most = [k for k, size in sizes.items() if size == len(kept)], max(sizes.values(), default=0)
         if not self.rows or not columns or len(kept) < 2:
@@ -100,23 +102,16 @@ class Collator(Subject, name="collator"):
             ("each example alone", {k: [row for one in alone for row in one.get(k, [])[:1]] for k in columns},
              "an example gives another row alone, padding aside: a statistic of the batch, or another one is in it."),
         ):  # fmt: skip
-            off = {k: self._apart(k, rows[k], batch[k]) for k in columns}
+            pairs = {k: zip_longest(rows[k], batch[k], fillvalue=MISSING) for k in columns}
+            off = {k: max(_off(self._real(k, a), self._real(k, b)) for a, b in pairs[k]) for k in columns}
             wrong = [k for k in columns if off[k] > rounding(batch[k])]
             floats = max((by for by in off.values() if 0 < by < math.inf), default=0.0)
             by = f", floats by up to {floats:.2g}" if floats else ""
             yield self.none(subject, wrong, f"{len(wrong)} of {len(columns)} columns differ{by}", f": {meaning}")
 
-    @property
-    def _kept(self) -> list[Any]:
-        return [example for example in self.examples if self.keeps is None or self.keeps(example)]
-
-    def _apart(self, key: str, a: Sequence[Tensor], b: Tensor) -> float:
-        rows = zip(a, b, strict=False)
-        return max(_off(self._real(key, i), self._real(key, j)) for i, j in rows) if len(a) == len(b) else math.inf
-
-    def _documents(self, unpack: Unpack) -> Finding:
+    def _documents(self, unpack: Unpack, kept: list[Any]) -> Finding:
         found = [_tensors(document) for document in unpack(self._run(self.examples))]
-        alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in self._kept]
+        alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in kept]
         lost = sum(not any(_alike(document, other) for other in found) for own in alone for document in own)
         one = len(found) == len(alone) and all(len(own) == 1 for own in alone)
         return self.finding(
@@ -127,18 +122,24 @@ class Collator(Subject, name="collator"):
         )  # fmt: skip
 
     def _declared(
-        self, subject: str, column: str, batch: Batch, meaning: str, wrong: Callable[[Tensor, Any], str]
+        self,
+        subject: str,
+        column: str,
+        batch: Batch,
+        kept: list[Any],
+        meaning: str,
+        wrong: Callable[[Tensor, Any], str],
     ) -> Finding:
-        """``wrong``: what is wrong with this column of an example, which is its row or, packed, that of its document
-        (which the batch has as it is alone). Another row of the batch may be anything."""
-        found: Any = batch.get(column, MISSING.expand(len(self._kept)))
+        """``wrong``: what is wrong with this column of an example: its row, or its document, which "documents" finds in
+        the batch as it is alone."""
+        found: Any = batch.get(column, MISSING.expand(len(kept)))
         if self.unpack is not None:
-            alone = [self._run([example]) for example in self._kept]
+            alone = [self._run([example]) for example in kept]
             parts = [{**one, **next(iter(self.unpack(one)), {})} for one in alone]
             found = [torch.as_tensor(part.get(column, MISSING)) for part in parts]
-        elif not self.rows or not found.ndim or len(found) != len(self._kept):
+        elif not self.rows or not found.ndim or len(found) != len(kept):
             return self.not_declared(subject, "unpack=…, which finds each example in the batch,")
-        each = [wrong(*pair) for pair in zip(found, self._kept, strict=True)]
+        each = [wrong(*pair) for pair in zip(found, kept, strict=True)]
         odd = [f"example {number} {how}" for number, how in enumerate(each) if how]
         return self.none(subject, odd, f"{len(odd)} of {len(each)} examples differ", f": {meaning}")
 
@@ -146,8 +147,8 @@ class Collator(Subject, name="collator"):
         off = _off(self._real(column, row), wanted := torch.as_tensor(self.columns[column](example)))
         return "differs" if off > rounding(row, wanted) else ""
 
-    def _tokens(self, targets: Callable[[Any], Sequence[int]], row: Tensor, example: Any) -> str:
-        found, wanted = row[row != self.ignore].tolist(), [int(t) for t in targets(example)]
+    def _tokens(self, row: Tensor, example: Any) -> str:
+        found, wanted = row[row != self.ignore].tolist(), [int(t) for t in (self.targets or list)(example)]
         odd = {"lacks": Counter(wanted) - Counter(found), "also has": Counter(found) - Counter(wanted)}
         told = [f"{word} {', '.join(map(str, [*tokens.elements()][:3]))}" for word, tokens in odd.items() if tokens]
         return " and ".join(told) or ("" if found == wanted else "has another order")
@@ -176,18 +177,13 @@ def _alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 def _off(a: Tensor, b: Tensor) -> float:
     """By how much two tensors differ, relative to an entry or, where that is less, to 1 or the largest; what both do
     not have (NaN) is equal. Infinite for another shape, and for other whole numbers."""
-    if a.shape != b.shape:
-        return math.inf
-    if not (a.is_floating_point() or b.is_floating_point()):
-        return math.inf if bool((a != b.to(a.device)).any()) else 0.0
-    a, b = a.double(), b.to(a.device).double()
-    a, b = (t[~(a.isnan() & b.isnan())] for t in (a, b))
+    b = b.to(a.device)
+    if a.shape != b.shape or not (a.is_floating_point() or b.is_floating_point()):
+        return 0.0 if a.shape == b.shape and bool((a == b).all()) else math.inf
+    a, b = (t.double()[~(a.isnan() & b.isnan())] for t in (a, b))
     size = torch.maximum(a.abs(), b.abs())
     off = largest(gap(a, b) / size.clamp_min(max(1e-300, min(1.0, largest(size[size.isfinite()])))))
     return math.inf if math.isnan(off) else off
-
-
-Messages = Sequence[Mapping[str, Any]]
 
 
 @dataclass
@@ -198,7 +194,7 @@ class ChatTemplate(Subject, name="chat template"):
     prefix      prompt(messages up to an answer) is the beginning of tokens(messages)
     supervised  another text of the user or the system leaves the supervised tokens as they are; another answer does not
     generated   what stands between the messages before an answer and the answer (a generation prompt) is not supervised
-    ends        the end of every answer is supervised
+    ends        the end that follows the words of every answer is supervised, and that of no other message
     untrained   answers that are declared not to be trained are not supervised, and neither are their ends
     inputs      the messages are not written into
 
@@ -207,6 +203,8 @@ class ChatTemplate(Subject, name="chat template"):
     the places in ``messages`` of the answers that are supervised, where that is not all of them.
     How: A conversation is rendered whole, up to each answer, and with one other text at a time.
     Exceptions: Templates that rewrite earlier turns (remove reasoning) are no prefix by design: prefix=False.
+    Warns: (an answer that has no end, where others have one) the next message's first token may be the end (GLM), so
+    that the last answer has none; a turn that calls a tool may have another end.
     Detects: Megatron-Bridge #3359, marin #7237 and TRL #4201 (no generation marks: everything or nothing is
     supervised), a system prompt or an end of text on one side only, an end of turn that is masked
     """
@@ -237,10 +235,10 @@ class ChatTemplate(Subject, name="chat template"):
         if self.trained is not None:
             answers = [i for i in answers if i in self.trained]
         others = [i for i in range(len(messages)) if i not in answers]
-        moved = [str(i) for i in others if self._taught_with_other(i) != taught]
+        moved = [str(i) for i in others if self._taught(_other(messages, i)) != taught]
         more = ": other words of a user, the system or an answer that is not trained change what is supervised."
         yield self.none("words of others", moved, f"{len(moved)} of {len(others)} messages are supervised", more)
-        deaf = [str(i) for i in answers if self._taught_with_other(i) == taught]
+        deaf = [str(i) for i in answers if self._taught(_other(messages, i)) == taught]
         more = ": another answer leaves the supervised tokens as they are: this answer is not supervised."
         yield self.none("the assistant's words", deaf, f"{len(deaf)} of {len(answers)} answers are not", more)
         if self.trained is not None and answers:
@@ -248,9 +246,29 @@ class ChatTemplate(Subject, name="chat template"):
         if self.end is None:
             yield self.not_declared("ends of answers", "end=…, the id that ends an answer,")
             return
-        ends, least = sum(t == self.end for t in taught), len(answers)
-        why = "An answer's end is not supervised, so the model does not learn to stop."
-        yield self.finding("ends of answers", f"{ends} supervised", f"{least} or more", ends >= least, why)
+        ends, on = self._ends(messages), list(given[1])
+        unseen = [i for i in answers if i in ends and not on[ends[i][0]]]
+        strays = [i for i in ends if i not in answers and any(on[place] for place in ends[i])]
+        bare = [i for i in answers if i not in ends]
+        odd = ((unseen, "not of"), (strays, "also of"), (bare, "there is none of"))
+        told = [f"{what} {', '.join(map(str, which))}" for which, what in odd if which]
+        number = f"{len(answers) - len(unseen) - len(bare)} of {len(answers)} supervised"
+        why = "An answer's end is not supervised, so the model does not learn to stop; or another message's end is."
+        row = self.finding("ends of answers", "; ".join([number, *told]), "all, and no other", not told, why)
+        if bare and messages[-1]["role"] == "assistant":  # the next message may begin with the end
+            ends |= self._ends([*messages, {"role": "user", "content": "7 x"}])
+        yield self.law.doubtful(row) if not (unseen or strays) and any(i in ends for i in answers) else row
+
+    def _ends(self, messages: Messages) -> dict[int, list[int]]:
+        """The places of ends after a message's words, up to the last words of the next one; of messages with any. Where
+        its words end is seen when more are added."""
+        ids, stops = list(self.tokens(copy.deepcopy(list(messages)))[0]), []
+        for i in range(len(messages)):
+            other = list(self.tokens(_other(messages, i))[0])
+            stops += [(len(ids) - _common(ids[::-1], other[::-1]), i)] if other != ids else []
+        parts = pairwise([*sorted(stops), (len(ids), -1)])
+        found = {i: [place for place in range(at, to) if ids[place] == self.end] for (at, i), (to, _) in parts}
+        return {i: places for i, places in found.items() if places}
 
     def _asked(self, answer: int) -> list[int]:
         """What this answer is sampled from."""
@@ -267,7 +285,7 @@ class ChatTemplate(Subject, name="chat template"):
 
     def _begins(self, ids: list[int], answer: int) -> Finding:
         asked = self._asked(answer)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False)))
+        common = _common(asked, ids)
         return self.finding(
             f"the prompt of message {answer}", f"{common} of its {len(asked)} ids begin the conversation",
             "all of them", common == len(asked),
@@ -284,16 +302,21 @@ class ChatTemplate(Subject, name="chat template"):
         measured = f"{len(taught)} tokens are supervised, {len(alone)} without those turns"
         return self.finding("turns that are not trained", measured, "the same", alone == taught, why)
 
-    def _taught_with_other(self, changed: int) -> list[int]:
-        """The supervised tokens where one message has another text."""
-        messages = list(self.messages)
-        messages[changed] = {**messages[changed], "content": f"{messages[changed]['content']} 7 x"}
-        return self._taught(messages)
-
     def _taught(self, messages: Messages) -> list[int]:
         """The supervised tokens of a conversation."""
         ids, mask = self.tokens(copy.deepcopy(list(messages)))
         return [t for t, on in zip(ids, mask, strict=True) if on]
+
+
+def _common(a: list[int], b: list[int]) -> int:
+    """How many ids both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+
+
+def _other(messages: Messages, changed: int) -> list[Mapping[str, Any]]:
+    """The messages, one with more words."""
+    more = {"content": f"{messages[changed]['content']} 7 x"}
+    return copy.deepcopy([{**m, **more} if i == changed else m for i, m in enumerate(messages)])
 
 
 @dataclass
@@ -303,7 +326,7 @@ class Census(Subject, name="census"):
     Needs: ``wanted`` and ``found`` are names; ``what`` names their kind. Two mappings of names to numbers (how many
     rows a source has) are compared by their numbers too. ``once=True`` where no name may be found twice: shards, ranks,
     parts that make up a whole.
-    How: Both sets are compared, and their numbers where there are any.
+    How: Both sets are compared, and their numbers where there are any: whole ones exactly, others up to 1e-5.
     Exceptions: Names that differ by a wrapper's prefix must be brought to one form first.
     Detects: a greedy pattern that reads an expert's index as the layer's; a target list that matches nothing
     """
@@ -317,17 +340,19 @@ class Census(Subject, name="census"):
         listed = list(self.found)  # once: a generator can be read only once
         wanted, found = set(self.wanted), set(listed)
         missing, extra = sorted(wanted - found), sorted(found - wanted)
-        odd = ", ".join([*missing[:3], *extra[:3]])
+        odd = ", ".join([*missing[:3], *(f"{name} (not requested)" for name in extra[:3])])
         yield self.finding(
             self.what, f"{len(missing)} missing, {len(extra)} not requested", "exactly what was requested",
-            not missing and not extra and bool(wanted), f"{odd}: a pattern matches too much or nothing.",
+            not missing and not extra and bool(wanted), f"{odd}: a pattern, a filter or a cut takes another part.",
         )  # fmt: skip
         mine, theirs = _numbers(self.wanted), _numbers(self.found)
         if mine is not None and theirs is not None:
             both = [n for n in mine if n in theirs]
-            off = [f"{n}: {theirs[n]} of {mine[n]}" for n in both if mine[n] != theirs[n]]
-            differ = f"{len(off)} of {len(both)} differ"
-            yield self.none(f"{self.what}, how many", off, differ, ": something is lost, or counted twice.")
+            room = {n: NEAR if mine[n] % 1 or theirs[n] % 1 else 0.0 for n in both}
+            far = [n for n in both if not math.isclose(mine[n], theirs[n], rel_tol=room[n])]
+            off = [f"{n} is {theirs[n]}, not {mine[n]}" for n in far]
+            more = ": something is lost, counted twice, or another's."
+            yield self.none(f"{self.what}, how many", off, f"{len(off)} of {len(both)} differ", more)
         if self.once:
             twice = sorted(n for n, k in Counter(listed).items() if k > 1)
             more = ": two parts hold the same, or one thing is done twice."

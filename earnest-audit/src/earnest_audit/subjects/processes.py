@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -19,6 +20,9 @@ from earnest_audit.verdict import Finding
 PERTURBATIONS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
 CLEAR = 8  # times what two programs differ by anyway: there a lost change differs from a rounded one
 OWN = 64 * torch.finfo(torch.float32).eps  # the same program on the same weights gives the same, in any dtype
+OTHERWISE = "their log-probs are not of one distribution: another temperature, top-p or top-k, or raw ones."
+RANKS, STEPS, MANY = 4, 3, 12  # MANY: ranks with one more digit
+ODD = (0.0, -100.0, -1.0)
 
 
 @dataclass
@@ -61,13 +65,13 @@ class WeightSync(Subject, name="weight sync"):
             "not give the old weights back. Keep a copy, or merge into another one.",
             "its own log-probs moved by {}",
         )  # fmt: skip
-        agree, different = _difference(before, now), "Sampler and trainer are different policies."
+        agree, different = _difference(before, now), f"Sampler and trainer are different policies, or {OTHERWISE}"
         yield self.agrees("sampler = trainer after a push", agree, room, different, "log-probs off by {}")
         self.perturb()
         moved = _difference(outputs(self.trainer), now)
         self.push()
-        left = self._apart()
-        follows = self._follows(agree, moved, left, room)
+        left, by = self._apart(), _difference(outputs(self.sampler), before)
+        follows = self._follows(agree, moved, left, room, by)
         each = self._each(max(agree, left)) if agree <= room and follows.outcome != "fails" else None
         if self.undo is not None:
             self.undo()
@@ -76,7 +80,7 @@ class WeightSync(Subject, name="weight sync"):
         if each is not None:
             yield each
 
-    def _follows(self, agree: float, moved: float, left: float, room: float) -> Finding:
+    def _follows(self, agree: float, moved: float, left: float, room: float, by: float) -> Finding:
         """Two programs in 16 bits differ by up to ``room`` at some text; by how much at this one was measured before
         the perturbation. A perturbation that stands well above that can be judged by what it left over."""
         subject = "the sampler follows a perturbation"
@@ -87,8 +91,11 @@ class WeightSync(Subject, name="weight sync"):
                 f"the perturbation moved the trainer by {moved:.2g}, the two differ by {agree:.2g} without one",
                 "The perturbation is too small to show whether a push arrives: perturb more strongly.",
             )
-        stale = "The push did not reach the sampler: other tensors were sent, the adapter slot is stale, or a cache "
-        return self.agrees(subject, left, near, f"{stale}answers.", f"{{}} after of {moved:.2g}")
+        why = "The push did not reach the sampler: other tensors were sent, an adapter slot is stale, a cache answers."
+        if by > near:
+            why = f"The sampler moved, but to other log-probs: some tensors are not sent or misplaced, or {OTHERWISE}"
+        told = f"off by {{}} (the trainer moved by {moved:.2g}, the sampler by {by:.2g})"
+        return self.agrees(subject, left, near, why, told)
 
     def _each(self, agree: float) -> Finding:
         """One tensor after the other, as far as it takes to stand out of what the two programs differ by anyway."""
@@ -140,10 +147,6 @@ def _difference(a: Tensor, b: Tensor) -> float:
     """The largest difference of two log-probs, over the larger of 1 and their size; equal infinities do not differ."""
     size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0).nan_to_num(posinf=1.0)
     return largest(gap(a, b) / size)
-
-
-MANY = 12  # ranks: one more digit
-ODD = (0.0, -100.0, -1.0)
 
 
 @dataclass
@@ -207,27 +210,26 @@ class Gather(Subject, name="gather"):
         )  # fmt: skip
 
 
-RANKS = 4
-
-
 @dataclass
 class Ranks(Subject, name="ranks"):
     """RANKS: Ranks draw different numbers, each repeatably; a metric over ranks does not depend on how rows are cut.
 
-    seeds     draw(rank) differs between ranks, and is the same when it is made again
+    seeds     draw(rank) differs between ranks (and steps), and is the same when it is made again
     metrics   the metric of all rows is that of the same rows in other, uneven shards, and what one process computes
 
-    Needs: ``draw(rank)`` gives what a rank samples (ids, noise). ``metric(shards)`` is the number that is logged for
-    rows that are cut into shards, one list of rows per rank; ``rows`` [N, …] are such rows, of unequal size in their
-    sum. ``single(shards)`` is what the metric is by its definition, computed in one process. ``by_rank=True`` where the
-    number depends on the cut by its definition: then it is only compared with ``single``.
-    How: Four ranks draw, twice; the rows are cut into one, two and three uneven shards.
+    Needs: ``draw(rank)``, or ``draw(rank, step)``, gives what a rank samples (ids, noise): so much of it that no two
+    draws are equal by chance. ``metric(shards)`` is the number that is logged for rows that are cut into shards, one
+    tensor of rows per rank; ``rows`` [N, …] are such rows, of unequal size in their sum. ``single(shards)`` is what the
+    metric is by its definition, computed in one process. ``by_rank=True`` where the number depends on the cut by its
+    definition: then it is only compared with ``single``.
+    How: Four ranks draw (in three steps), twice; the rows are cut into one, two and three uneven shards.
     Exceptions: A sampler that gives all ranks the same draws on purpose (data that is split afterwards) has no draw.
-    Detects: one seed for all ranks (every rank samples the same answers), a mean of the ranks' means, TRL #7100 and
-    #5620
+    That each example is on one rank only is Census(once=True).
+    Detects: one seed for all ranks (every rank samples the same answers), seed + rank + step, a mean of the ranks'
+    means, TRL #7100 and #5620
     """
 
-    draw: Callable[[int], Tensor] | None = None
+    draw: Callable[..., Tensor] | None = None
     metric: Callable[[list[Tensor]], float] | None = None
     rows: Tensor | None = None
     single: Callable[[list[Tensor]], float] | None = None
@@ -243,37 +245,41 @@ class Ranks(Subject, name="ranks"):
         elif self.metric is not None:
             yield self.not_declared("a metric over ranks", "rows=…")
 
-    def _seeds(self, draw: Callable[[int], Tensor]) -> Iterator[Finding]:
-        drawn = [draw(rank).detach().clone() for rank in range(RANKS)]
-        again = [draw(rank).detach().clone() for rank in range(RANKS)]
-        alike = [f"ranks {a} and {b}" for a, b in combinations(range(RANKS), 2) if equal(drawn[a], drawn[b])]
-        more = " draw the same: their generators have one seed, and the samples of one rank are repeated on the other."
+    def _seeds(self, draw: Callable[..., Tensor]) -> Iterator[Finding]:
+        asks = [p for p in inspect.signature(draw).parameters.values() if p.default is p.empty]
+        places: dict[str, tuple[int, ...]] = {f"rank {rank}": (rank,) for rank in range(RANKS)}
+        if sum(p.kind < p.VAR_POSITIONAL for p in asks) == 2:
+            places = {f"rank {r} in step {s}": (r, s) for r, s in product(range(RANKS), range(STEPS))}
+        drawn, again = ({name: draw(*at).detach().clone() for name, at in places.items()} for _ in range(2))
+        alike = [f"{a} and {b}" for a, b in combinations(places, 2) if equal(drawn[a], drawn[b])]
+        more = " draw the same: their generators have one seed, and the samples of one are repeated by the other."
         yield self.none("different ranks", alike, f"{len(alike)} pairs draw the same", more)
-        other = [f"rank {r}" for r in range(RANKS) if not equal(drawn[r], again[r])]
+        other = [name for name in places if not equal(drawn[name], again[name])]
         more = " draws something else the second time: its seed is not the only thing that it depends on."
-        yield self.none("the same rank again", other, f"{len(other)} of {RANKS} differ", more)
+        yield self.none("the same rank again", other, f"{len(other)} of {len(places)} differ", more)
 
     def _cuts(self, metric: Callable[[list[Tensor]], float], rows: Tensor) -> Iterator[Finding]:
         n, few = len(rows), max(1, len(rows) // 4)
         cuts = [cut for cut in ([n], [few, n - few], [few, few + 1, n - 2 * few - 1]) if min(cut) > 0]
+        named = ["+".join(map(str, cut)) for cut in cuts]
         values = [float(metric([part.clone() for part in rows.split(cut)])) for cut in cuts]
         room = max(1e-5, rounding(rows) if rows.is_floating_point() else 0.0)
         if self.single is not None:
             own = [float(self.single([part.clone() for part in rows.split(cut)])) for cut in cuts]
-            away = max(abs(a - b) / max(1e-12, abs(a), abs(b)) for a, b in zip(values, own, strict=True))
+            off = [abs(a - b) / max(1e-12, abs(a), abs(b)) for a, b in zip(values, own, strict=True)]
+            worst = off.index(max(off))
             yield self.agrees(
-                "the metric in one process", away, room,
+                "the metric in one process", off[worst], room,
                 "The logged number is not what one process computes from the same rows: tokens are counted on every "
                 "rank that holds them, other places are averaged than declared, or a weight is applied twice.",
-                f"{values[-1]:.4g} and {own[-1]:.4g}: off by {{}}",
+                f"rows cut {named[worst]}: {values[worst]:.4g} and {own[worst]:.4g}, relatively off by {{}}",
             )  # fmt: skip
         if self.by_rank:
             return
         scale = max(1e-12, *map(abs, values))
-        off = (max(values) - min(values)) / scale
         yield self.agrees(
-            "a metric over ranks", off, room,
+            "a metric over ranks", (max(values) - min(values)) / scale, room,
             "The logged number depends on how rows are cut over ranks: a mean of the ranks' means in place of a sum "
             "over a count, a maximum or a deviation that is averaged, or the first rank's number alone.",
-            f"{', '.join(f'{v:.4g}' for v in values)}: off by {{}}",
+            f"{', '.join(f'{v:.4g} ({cut})' for v, cut in zip(values, named, strict=True))}: relatively off by {{}}",
         )  # fmt: skip
