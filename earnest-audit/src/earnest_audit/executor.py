@@ -58,7 +58,8 @@ def audit(
             verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
     finally:
         RUNNING.pop()
-    verdict = verdict.at((place_of(subject.loss) if isinstance(subject, Step) else subject.place) or caller())
+    judged = (f for name, f in vars(subject).items() if callable(f) and name not in ("model", "make", "perturb"))
+    verdict = verdict.at(next(filter(None, map(place_of, judged)), "") or caller())
     for listener in LISTENERS:
         listener(verdict)
     return verdict

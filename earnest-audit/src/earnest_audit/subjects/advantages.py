@@ -280,7 +280,7 @@ class AdvantageEstimator(Subject, name="advantages"):
         if self.values is None:  # one wrong answer among rewards whose squares are rounded
             largest = max(found, float(self._run(torch.where(right, 0.0, ROUNDS), groups).abs().max()))
         why = (
-            "One different answer gets an unbounded advantage: it is divided by the others' spread, which is 0, or the "
+            "One different answer gets an unbounded advantage: it is divided by the others' spread, which is 0 or the "
         )
         why += "rounding of a difference of squares."
         subject = "one right answer among wrong ones"

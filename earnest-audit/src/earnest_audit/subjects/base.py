@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from earnest_audit.law import Law, Reporter
-from earnest_audit.places import place_of
 from earnest_audit.precision import rounding
 from earnest_audit.verdict import Finding
 
@@ -32,12 +31,6 @@ class Subject(Reporter):
     def check(self) -> Iterator[Finding]:
         """The rows of this subject's law."""
         raise NotImplementedError  # abstract: every subject defines it
-
-    @property
-    def place(self) -> str:
-        """Of the first function that is declared and that is not only there to set up the audit."""
-        judged = (value for name, value in vars(self).items() if callable(value) and name not in ("make", "perturb"))
-        return next(filter(None, map(place_of, judged)), "")
 
     def same(self, subject: str, a: Tensor, b: Tensor, meaning: str, tolerance: float | None = None) -> Finding:
         """Two outputs agree up to the tolerance, relative to the largest; none: rounding in their dtype."""

@@ -20,10 +20,8 @@ from earnest_audit.subjects.base import Subject, copied, gap, largest
 from earnest_audit.verdict import Finding
 
 Batch = Mapping[str, Any]
-Unpack = Callable[[Batch], Sequence[Batch]]
 Messages = Sequence[Mapping[str, Any]]
 MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not have: no number is equal to it
-NEAR = 1e-5  # what the rounding of sums in fp32 comes to
 
 
 @dataclass
@@ -42,10 +40,10 @@ class Collator(Subject, name="collator"):
 
     Needs: ``fn(examples)`` -> a dict of tensors [B, …]; ``pads`` is column -> padding value: trailing and leading
     entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
-    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in its row of the column
-    ``labels`` (in its document, with unpack), where other places have ``ignore``. ``columns`` is column -> fn(example),
-    what its row (its document, with unpack) has to be without padding. ``keeps(example)``: whether a filter keeps an
-    example, which the example alone decides; rows, documents, targets and columns are then those of the kept ones.
+    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in its row (its document,
+    with unpack) of the column ``labels``, where others have ``ignore``. ``columns`` is column -> fn(example), what
+    its row (its document) has to be without padding. ``keeps(example)``: whether a filter keeps this example; the rest
+    is then about the kept ones.
     How: The examples are collated as they are, again, in another order, and each alone; real entries are compared,
     floats up to rounding. All calls but the second begin from a deep copy of ``fn`` that was never called.
     Exceptions: Stages that pack, sample, remove duplicates or draw for each row mix examples by design: rows=False
@@ -60,7 +58,7 @@ class Collator(Subject, name="collator"):
     pads: Mapping[str, float] = field(default_factory=dict)
     rows: bool = True
     seed: int = 0
-    unpack: Unpack | None = None
+    unpack: Callable[[Batch], Sequence[Batch]] | None = None
     targets: Callable[[Any], Sequence[int]] | None = None
     labels: str = "labels"
     ignore: int = -100
@@ -109,7 +107,7 @@ class Collator(Subject, name="collator"):
             by = f", floats by up to {floats:.2g}" if floats else ""
             yield self.none(subject, wrong, f"{len(wrong)} of {len(columns)} columns differ{by}", f": {meaning}")
 
-    def _documents(self, unpack: Unpack, kept: list[Any]) -> Finding:
+    def _documents(self, unpack: Callable[[Batch], Sequence[Batch]], kept: list[Any]) -> Finding:
         found = [_tensors(document) for document in unpack(self._run(self.examples))]
         alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in kept]
         lost = sum(not any(_alike(document, other) for other in found) for own in alone for document in own)
@@ -265,10 +263,10 @@ class ChatTemplate(Subject, name="chat template"):
         ids, stops = list(self.tokens(copy.deepcopy(list(messages)))[0]), []
         for i in range(len(messages)):
             other = list(self.tokens(_other(messages, i))[0])
-            stops += [(len(ids) - _common(ids[::-1], other[::-1]), i)] if other != ids else []
+            after = takewhile(lambda pair: pair[0] == pair[1], zip(ids[::-1], other[::-1], strict=False))
+            stops += [(len(ids) - sum(1 for _ in after), i)] if other != ids else []
         parts = pairwise([*sorted(stops), (len(ids), -1)])
-        found = {i: [place for place in range(at, to) if ids[place] == self.end] for (at, i), (to, _) in parts}
-        return {i: places for i, places in found.items() if places}
+        return {i: on for (at, i), (to, _) in parts if (on := [k for k in range(at, to) if ids[k] == self.end])}
 
     def _asked(self, answer: int) -> list[int]:
         """What this answer is sampled from."""
@@ -285,7 +283,7 @@ class ChatTemplate(Subject, name="chat template"):
 
     def _begins(self, ids: list[int], answer: int) -> Finding:
         asked = self._asked(answer)
-        common = _common(asked, ids)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False)))
         return self.finding(
             f"the prompt of message {answer}", f"{common} of its {len(asked)} ids begin the conversation",
             "all of them", common == len(asked),
@@ -306,11 +304,6 @@ class ChatTemplate(Subject, name="chat template"):
         """The supervised tokens of a conversation."""
         ids, mask = self.tokens(copy.deepcopy(list(messages)))
         return [t for t, on in zip(ids, mask, strict=True) if on]
-
-
-def _common(a: list[int], b: list[int]) -> int:
-    """How many ids both begin with."""
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 def _other(messages: Messages, changed: int) -> list[Mapping[str, Any]]:
@@ -348,8 +341,8 @@ class Census(Subject, name="census"):
         mine, theirs = _numbers(self.wanted), _numbers(self.found)
         if mine is not None and theirs is not None:
             both = [n for n in mine if n in theirs]
-            room = {n: NEAR if mine[n] % 1 or theirs[n] % 1 else 0.0 for n in both}
-            far = [n for n in both if not math.isclose(mine[n], theirs[n], rel_tol=room[n])]
+            room = {n: 1e-5 if mine[n] % 1 or theirs[n] % 1 else 0.0 for n in both}
+            far = (n for n in both if not math.isclose(mine[n], theirs[n], rel_tol=room[n]))
             off = [f"{n} is {theirs[n]}, not {mine[n]}" for n in far]
             more = ": something is lost, counted twice, or another's."
             yield self.none(f"{self.what}, how many", off, f"{len(off)} of {len(both)} differ", more)

@@ -224,7 +224,6 @@ class Ranks(Subject, name="ranks"):
     definition: then it is only compared with ``single``.
     How: Four ranks draw (in three steps), twice; the rows are cut into one, two and three uneven shards.
     Exceptions: A sampler that gives all ranks the same draws on purpose (data that is split afterwards) has no draw.
-    That each example is on one rank only is Census(once=True).
     Detects: one seed for all ranks (every rank samples the same answers), seed + rank + step, a mean of the ranks'
     means, TRL #7100 and #5620
     """
