@@ -27,7 +27,7 @@ class Dropped:
     def __init__(self, epoch: int = 100) -> None:
         self.model = nn.Sequential(nn.Embedding(23, 8), nn.Dropout(0.2), nn.Linear(8, 23))
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.place, self.epoch = 0, epoch
+        self.place, self.epoch, self.left = 0, epoch, 10**6
 
     def go(self, steps: int) -> list[int]:
         seen = []
@@ -85,7 +85,28 @@ class Epochs(Dropped):
         return seen
 
 
-@pytest.mark.parametrize("steps", [2, 3, 4, 5])
+@pytest.mark.parametrize("left", [9, 14])
+def test_data_that_end_in_a_longer_run_are_no_failure(left: int) -> None:
+    """A declaration that has data for so many steps after a load, and no error where they end."""
+    subject = resume(True, 5)
+    subject.steps = 4
+    inner = subject.load
+
+    def load(run: Dropped, folder: Path) -> None:
+        inner(run, folder)
+        run.left = left - run.place
+
+    def go(run: Dropped, steps: int) -> list[int]:
+        return Dropped.go(run, min(steps, run.left))
+
+    subject.load, subject.run = load, go
+    verdict = audit(subject)
+    rows = {f.subject for f in verdict.findings}
+    assert verdict.holds and ("12 steps = 8 + resume + 4" in rows) == (left == 14)
+    assert ("the end of an epoch" in rows) == (left == 9)
+
+
+@pytest.mark.parametrize("steps", [3, 4, 5])
 @pytest.mark.parametrize("lost", [True, False])
 def test_an_epoch_ends_before_the_save(lost: bool, steps: int) -> None:
     def load(run: Epochs, folder: Path) -> None:
