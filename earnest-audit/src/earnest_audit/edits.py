@@ -204,15 +204,17 @@ def _ignored(step: Step) -> dict[str, int]:
 def pad(
     step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None, new: bool = False
 ) -> Batch:
-    """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` that have the rows' width
-    (by default those that are declared or guessed). Integers without a role repeat the edge; ``new``: are other ones
-    than any in the batch."""
-    widths, keys = _widths(step), readings(step)[0] if keys is None else keys
+    """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` (by default those that are
+    declared or guessed). Integers without a role repeat the edge; ``new``: are other ones than any in the batch."""
+    keys = readings(step)[0] if keys is None else keys
     zeros = ("attention", *(f"{s}_{what}" for s in SIDES for what in ("mask", "attention")))
     fill = _ignored(step) | {step.roles[r]: 0 for r in zeros if r in step.roles}
+    if by_attention(step):  # a loss may also tell padding by its id
+        ids, shown = step.roles["ids"], step.roles["attention"]
+        fill[ids] = int(step.batch[ids][step.batch[shown] == 0][0])
     batch: Batch = {}
     for key, value in step.batch.items():
-        if key in keys and _is_wide(step, value, widths):
+        if key in keys:
             edge = value[:, -1:] if side == "right" else value[:, :1]
             tail = edge.expand(-1, extra, *value.shape[2:]).clone()
             if key in fill:
@@ -238,22 +240,34 @@ def _mask_like(step: Step, key: str, value: Tensor) -> bool:
     return key not in step.roles.values() and bool(((value == 0) | (value == 1)).all())
 
 
+def by_attention(step: Step) -> bool:
+    """Whether the attention mask alone tells where a loss without a declared mask can be taken: the batch has padding,
+    and no tensor of integers whose padding is not known."""
+    ids, shown = step.value("ids"), step.value("attention")
+    if supervised(step) is not None or ids is None or shown is None or ids.shape != shown.shape:
+        return False
+    return bool((shown == 0).any()) and not unknown_integers(step)
+
+
 def readings(step: Step) -> list[set[str]]:
-    """Which tensors are padded with the rows: ``step.wide``; undeclared, all that have the rows' width (the guess). As
-    some may have it only by accident (prompts beside completions), there are two others: only what has a role, and of
-    that no attention that is not the ids' own."""
-    declared = set(step.roles.values())
+    """Which tensors are padded with the rows: ``step.wide``; undeclared, all that have the rows' width, and those that
+    are as wide as a narrower signal (an answer beside prompt and answer). As some may have a width only by accident
+    (prompts beside completions), there are others: the rows' width alone, only what has a role, and of that no
+    attention that is not the ids' own."""
+    tensors = {k: v for k, v in step.batch.items() if isinstance(v, Tensor) and v.ndim >= 2}
+    if step.wide is not None:
+        return [tensors.keys() & set(step.wide)]
+    declared, widths = set(step.roles.values()), _widths(step)
     ids, shown = step.value("ids"), step.value("attention")
     foreign = {step.roles["attention"]} if ids is not None and shown is not None and shown.shape != ids.shape else set()
-    found: list[set[str]] = []
-    for keys in [set(step.wide)] if step.wide is not None else [set(step.batch), declared, declared - foreign]:
-        wide = {k for k in keys if _is_wide(step, step.batch[k], _widths(step))}
-        found += [wide] if wide not in found else []
+    signals = [step.value(r) for r in ("mask", "labels", *PER_TOKEN)] if ids is not None else []
+    narrow = {v.shape[1] for v in signals if v is not None and v.ndim == 2 and 1 < v.shape[1] < min(widths)}
+    groups = ({k for k, v in tensors.items() if len(v) == step.rows and v.shape[1] in w} for w in (widths, narrow))
+    wide, more = groups
+    found = [wide | more]
+    for keys in (wide, wide & declared, wide & (declared - foreign)):
+        found += [keys] if keys not in found else []
     return found
-
-
-def _is_wide(step: Step, value: Any, widths: Collection[int]) -> bool:
-    return isinstance(value, Tensor) and value.ndim >= 2 and value.shape[0] == step.rows and value.shape[1] in widths
 
 
 def _widths(step: Step) -> set[int]:

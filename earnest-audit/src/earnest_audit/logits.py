@@ -1,5 +1,6 @@
-"""What passes through a model while the loss runs: the ids that it embeds, apart from those that the loss reads, and
-its logits, which show how a step of descent changes the log-probs of a batch's targets.
+"""What passes through a model while the loss runs: the ids that it embeds, apart from those that the loss reads; its
+logits, which show how a step of descent changes the log-probs of a batch's targets; and the positions of its outputs
+at which the loss has a gradient.
 
 Embeddings are recognised by value: an ``nn.Embedding`` that is called with the batch's ids, or with all but their last
 column.
@@ -10,7 +11,7 @@ token, so its derivatives by them sum to 0 there; a small penalty on the normali
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -41,20 +42,11 @@ def descent(probe: Probe) -> Descent | None:
     targets, shift = ids if labels is None else labels, 0 if edits.ahead(step) else 1
     if targets is None or targets.ndim != 2 or (labels is not None and shift and not edits.in_place(step)):
         return None
-    seen: dict[nn.Module, list[Tensor]] = {}
-
-    def keep(module: nn.Module, _args: Any, output: Any) -> None:
-        found = getattr(output, "logits", output)
-        if isinstance(found, Tensor) and found.ndim == 3 and found.is_floating_point() and found.requires_grad:
-            seen.setdefault(module, []).append(found)
-
     probe.cost += 1 / 3  # the backward pass ends at the logits
-    with observed(step.model.modules(), keep):
-        value, _ = probe.run(step.batch, step.terms_off)
+    value, seen = _outputs(probe, step.batch, step.terms_off)
     rows, width = targets.shape
-    once = [calls[0] for calls in seen.values() if len(calls) == 1]
     shapes = {(rows, width), (rows, width - shift)}
-    fitting = [t for t in once if tuple(t.shape[:2]) in shapes and t.shape[2] > int(targets.max())]
+    fitting = [t for t in seen.values() if tuple(t.shape[:2]) in shapes and t.shape[2] > int(targets.max())]
     if not fitting or not value.requires_grad:
         return None
     try:
@@ -66,6 +58,46 @@ def descent(probe: Probe) -> Descent | None:
         if slope is not None and size > 0 and float(slope.sum(-1).abs().sum()) <= NEAR * size:
             return _of(logits.detach()[:, : width - shift], -slope[:, : width - shift], targets[:, shift:].clamp(min=0))
     return None
+
+
+def _outputs(probe: Probe, batch: edits.Batch, knobs: Mapping[str, Any]) -> tuple[Tensor, dict[nn.Module, Tensor]]:
+    """The loss, and what each module gave on the way to it, of those that were called once."""
+    seen: dict[nn.Module, list[Tensor]] = {}
+
+    def keep(module: nn.Module, _args: Any, output: Any) -> None:
+        found = output[0] if isinstance(output, tuple) and output else getattr(output, "logits", output)
+        if isinstance(found, Tensor) and found.ndim == 3 and found.is_floating_point() and found.requires_grad:
+            seen.setdefault(module, []).append(found)
+
+    with observed(probe.step.model.modules(), keep):
+        value, _ = probe.run(batch, knobs)
+    return value, {module: calls[0] for module, calls in seen.items() if len(calls) == 1}
+
+
+def positions(
+    probe: Probe, batch: edits.Batch, knobs: Mapping[str, Any], rows: int, width: int
+) -> dict[nn.Module, Tensor]:
+    """Where the loss has a gradient, and where it has one or the output is certain of one entry, which has none by
+    design [2, B, T]: at each output of these rows, and at least as many positions, that reaches the loss through no
+    other one."""
+    probe.cost += 2 / 3  # the backward pass ends at the outputs
+    value, seen = _outputs(probe, batch, knobs)
+    ends = {o.grad_fn: (m, o) for m, o in seen.items() if o.shape[0] == rows and o.shape[1] >= width}
+    nearest: dict[nn.Module, Tensor] = {}
+    todo, done = [value.grad_fn], {None}
+    while todo:
+        if (node := todo.pop()) in ends:
+            nearest |= [ends[node]]
+        elif node not in done:
+            todo += [following for following, _ in node.next_functions]
+        done.add(node)
+    slopes = torch.autograd.grad(value, list(nearest.values())) if nearest else ()
+    found = {}
+    for (module, output), slope in zip(nearest.items(), slopes, strict=True):
+        moved = (slope != 0).any(-1)
+        certain = ((output.detach().float().softmax(-1) > 0).sum(-1) == 1) & (output.shape[2] > 1)
+        found[module] = torch.stack([moved, moved | certain])
+    return found
 
 
 def _of(logits: Tensor, down: Tensor, targets: Tensor) -> Descent:

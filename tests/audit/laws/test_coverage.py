@@ -136,8 +136,8 @@ def outcome(step: Step, law: Law, subject: str) -> str | None:
         ("tokens", "tokens", "holds"),
         ("tokens", "places", "fails"),  # torchtitan #2755: one off, the last answer token is untaught
         ("places", "places", "holds"),
-        ("whole rows", "tokens", "not applicable"),
-        ("whole rows", "places", "not applicable"),
+        ("whole rows", "tokens", "holds"),
+        ("whole rows", "places", "holds"),
         ("targets", "targets", "holds"),
     ],
 )

@@ -2,12 +2,17 @@
 
 every row twice          the same number; or as many times as the loss itself, where that is a sum
 3 columns of padding     the same number
+ids behind the labels    the same number, where labels are a tensor of their own
 
-Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask for padding
-How: Metrics of the batch with every row twice, and with three more columns of padding.
+Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask, or an attention mask
+with padding, for padding; ids beside labels for the last row
+How: Metrics of the batch with every row twice, with three more columns of padding, and with other ids from the last
+label of every row on.
 Exceptions: Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, its
 metrics may be sums.
-Detects: TRL #6121 (an entropy that counts padding), a KL that is summed and logged as a mean
+Warns: (rows "other ids from the last label on") a metric that is meant to be taken on all tokens.
+Detects: TRL #6121 (an entropy that counts padding) and #5620 (one of the wrong positions), a KL that is summed and
+logged as a mean
 """
 
 from __future__ import annotations
@@ -15,8 +20,12 @@ from __future__ import annotations
 import re
 from functools import partial
 
+import torch
+from torch import Tensor
+
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.laws import shift
 from earnest_audit.laws.masks import WIDE
 from earnest_audit.measure import Reading
 from earnest_audit.probe import Probe
@@ -36,13 +45,28 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable("averages", "no metric that is known to be one"))
     with probe.perturbed():
         here = probe.look()
-        if step.value("ids") is not None and edits.supervised(step) is not None:
+        if edits.by_attention(step) or (step.value("ids") is not None and edits.supervised(step) is not None):
             padded = (partial(_compare, probe, "3 more columns of padding", names, here, edits.pad(step, keys=keys))
                       for keys in edits.readings(step))  # fmt: skip
             yield probe.guessed("averages, 3 more columns of padding", padded, WIDE)
         if step.rows > 1 and not step.rows_interact:
             twice = partial(_compare, probe, "every row twice", names, here, edits.repeat_rows(step))
             yield probe.guessed("averages, every row twice", [twice], WIDE)
+        if "labels" in step.roles and shift.predicts(step) and (batch := _behind(probe)) is not None:
+            subject = "other ids from the last label on"
+            yield LAW.doubtful(_compare(probe, subject, names, here, batch, probe.value_room))
+
+
+def _behind(probe: Probe) -> edits.Batch | None:
+    """Other ids after the token that predicts a row's last label: no supervised token sees them."""
+    step, found = probe.step, shift.last_labels(probe)
+    if isinstance(found, str):
+        return None
+    ids: Tensor = step.batch[step.roles["ids"]]
+    where = (torch.arange(ids.shape[1], device=ids.device)[None] > found[1]) & (ids >= 0)
+    if (shown := step.value("attention")) is not None and shown.shape == ids.shape:
+        where = where & (shown != 0)
+    return {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where)} if bool(where.any()) else None
 
 
 def is_average(probe: Probe, name: str) -> bool:
@@ -51,9 +75,11 @@ def is_average(probe: Probe, name: str) -> bool:
     return not words & APART and (declared or bool(words & USUAL))
 
 
-def _compare(probe: Probe, subject: str, names: list[str], here: Reading, batch: edits.Batch) -> Finding:
+def _compare(
+    probe: Probe, subject: str, names: list[str], here: Reading, batch: edits.Batch, near: float = 0.0
+) -> Finding:
     there = probe.look(batch)
-    relative = max(1e-3, probe.tolerance)
+    relative = near or max(1e-3, probe.tolerance)
     grown = there.loss / here.loss if here.loss else 1.0
     off = []
     for name in (n for n in names if n in there.metrics):
@@ -66,7 +92,8 @@ def _compare(probe: Probe, subject: str, names: list[str], here: Reading, batch:
         f"averages, {subject}", "; ".join(off) or f"{len(names)} metrics stay", f"the same, within {relative:.1g}",
         not off,
         "An average that changes with the number of rows or of padded columns is divided by something else than what "
-        "it sums, or sums more than what is supervised: what is logged depends on how the batch was cut.",
+        "it sums, or sums more than what is supervised: what is logged depends on how the batch was cut. One that "
+        "changes with ids behind the last label is taken at other positions than the labels'.",
     ))  # fmt: skip
 
 

@@ -1,25 +1,27 @@
 """CV: Every supervised position has a gradient, the terminal token too, and the supervised share is neither 0 nor 1.
 
 Needs: roles mask or labels; ids and tokenizer to show the span
-How: The loss has a derivative by the signal of a supervised token. Where it has none, or no signal has one value per
-token, it has a gradient where that token is the only supervised one; the first and the last of a row, and the last of
-another, are tried.
-Exceptions: A clipped token has a zero gradient by design for one sign of its advantage, so both are tried (by the
-rewards where the step makes its own advantages; where neither is declared, wide clips). A bound, such as that of a dual
-clip, acts on both, and is widened. Rows of advantage 0 are left out. A loss that drops tokens on purpose declares
+How: At each module's output that is nearest to the loss and has the rows, as many positions of a row have a gradient as
+tokens of it are supervised. A row's first token, which nothing may predict, is not counted. Where no output shows that
+(a fused loss, a term on other tokens), single tokens are supervised alone: the first and the last of a row, and the
+last of another; the row is then "a sample of supervised positions".
+Exceptions: A clipped token has a zero gradient by design, so it needs one in one of several states: the opposite
+advantages (or rewards), wide clips or bounds where these are not declared, ratio 1; for a critic, returns far above and
+below. Tokens without a weight, and rows of advantage 0, are left out. A loss that drops tokens on purpose declares
 drops_tokens=True. Where rows interact (a mean over all tokens is taken off), one token alone may have none.
-Detects: Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
+Detects: ms-swift #7838, Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from earnest_audit import edits
+from earnest_audit import edits, logits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
@@ -27,7 +29,13 @@ from earnest_audit.verdict import Finding
 
 ROWS = 2
 UNCLIPPED = 1e3  # a clip range that no ratio of a batch leaves
-POSITIONS = "every supervised position"
+POSITIONS, SAMPLE = "every supervised position", "a sample of supervised positions"
+NONE, DROPPED = "no position to check", "some, tokens are dropped by declaration"
+WHY = (
+    " is in the mask and not in the gradient: a first or last token is cut off by a shift, a turn is left out, or the "
+    "end-of-turn token is masked because its id is the padding's. Where the loss itself leaves out tokens or rows on "
+    "purpose, declare drops_tokens=True."
+)
 
 
 def check(probe: Probe) -> Rows:
@@ -72,113 +80,107 @@ def _decoded(probe: Probe, on: Tensor) -> str:
 
 def _every_position(probe: Probe, on: Tensor) -> Finding:
     step = probe.step
-    supervised = _predicted(step, on)
-    a = step.value("advantages")
-    flat = supervised if a is None else supervised & (a != 0).reshape(len(a), -1).any(-1, keepdim=True)
-    idle, count = int((supervised.any(-1) & ~flat.any(-1)).sum()), int(flat.sum())
-    aside = f"; {idle} rows without an advantage are left out" if idle else ""
+    sure = _sure(step, on)
+    idle, count = int((on.any(-1) & ~sure.any(-1)).sum()), int(sure.sum())
+    aside = f"; {idle} rows without an advantage or a token before are left out" if idle else ""
     if not count:
-        return LAW.not_applicable(POSITIONS, f"no position to check{aside}")
-    shown = _by_slope(probe, flat)
-    if shown is None and "labels" not in step.roles and step.kind != "sft":
-        return LAW.not_declared(POSITIONS, "labels, or a signal with one value per token")
-    if shown is not None and "rewards" in step.roles:  # the advantage that the step makes for a row may be 0
-        flat = flat & shown.any(-1, keepdim=True)
-    doubtful = flat if shown is None else flat & ~shown
-    if bool(doubtful.any()) and not step.empty_rows:
-        return LAW.not_applicable(POSITIONS, "one token alone leaves rows without any")
-    if not bool(doubtful.any()):
-        return LAW.finding(POSITIONS, f"all {count} matter{aside}", "all", True)
-    found: dict[str, bool] = {}
-    for one, spot in _asked(doubtful):
-        if not found or probe.afford(2, keep=8.0 if probe.coarse else 6.0):  # later laws need as much
-            with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
-                found[one] = _alone(probe, spot)
-    missing, dropped = [one for one, matters in found.items() if not matters], step.drops_tokens
-    if len(missing) == len(found) and torch.equal(doubtful, flat) and (step.rows_interact or dropped):
-        return LAW.not_applicable(POSITIONS, f"no single token alone has a gradient{aside}")
-    return LAW.finding(
-        POSITIONS, f"{len(found)} of {count} positions tried, {len(found) - len(missing)} matter{aside}",
-        "some, tokens are dropped by declaration" if dropped else "all", dropped or not missing,
-        f"{', '.join(missing)} is in the mask and not in the gradient: a first or last token is cut off by a shift, or "
-        "the end-of-turn token is masked because its id is the padding's. Where the loss itself leaves out tokens or "
-        "rows on purpose, declare drops_tokens=True.",
-    )  # fmt: skip
+        return LAW.not_applicable(POSITIONS, NONE + aside)
+    if (short := _short(probe, on, sure)) is None:
+        return _by_trial(probe, sure if "labels" in step.roles else sure & ~(on[:, :1] & ~sure[:, :1]), aside)
+    rows = [f"{int(n)} of row {row}" for row, n in enumerate(short) if n > 0]
+    measured = f"{count - int(short.sum())} of {count} have a gradient" if rows else f"all {count} matter"
+    expected = DROPPED if step.drops_tokens else "all"
+    return LAW.finding(POSITIONS, measured + aside, expected, not rows or step.drops_tokens, ", ".join(rows[:3]) + WHY)
 
 
-def _by_slope(probe: Probe, flat: Tensor) -> Tensor | None:
-    """Where the loss has a derivative by a signal with one value per token, for one sign of the advantages or for the
-    other; None where there is no such signal, or where labels mark the tokens."""
-    step = probe.step
-    for role in ("advantages", "behaviour", "teacher") if "labels" not in step.roles else ():
-        value = step.value(role)
-        if value is None or not value.is_floating_point() or value.shape[:2] != flat.shape:
-            continue
-        plain = dict(step.batch)
-        shown = _slope(probe, role, flat, plain)
-        if not bool((flat & ~shown).any()):
-            return shown
-        if (other := edits.opposite(step, step.batch)) is not None:
-            with suppress(Exception):  # rewards that the step refuses show nothing
-                shown = shown | _slope(probe, role, flat, other)
-        acts = step.clips if other is None else [k for k in step.clips if step.kinds[k] == "bound"]  # for both signs
-        if acts and bool((flat & ~shown).any()):
-            try:
-                shown = shown | _slope(probe, role, flat, plain, dict.fromkeys(acts, UNCLIPPED))
-            except Exception as error:  # clipped tokens cannot be told from missing ones
+def _short(probe: Probe, on: Tensor, sure: Tensor) -> Tensor | None:
+    """How many supervised tokens of every row have no gradient in any state [B], counted at the outputs nearest to the
+    loss; None where there is none, or where the loss also reads other positions."""
+    found: dict[nn.Module, Tensor] = {}
+    most, short = on.sum(-1), None
+    for batch, knobs in _states(probe):
+        try:
+            shown = logits.positions(probe, batch, knobs, len(on), int(most.max()))
+        except Exception as error:  # what the step refuses shows nothing
+            if knobs and edits.opposite(probe.step, batch) is None:
                 raise Ends(LAW.not_declared(POSITIONS, "advantages or rewards")) from error
-        return shown
-    return None
+            continue
+        found |= {module: found.get(module, there) | there for module, there in shown.items()}
+        counts = [there.sum(-1) for there in found.values()]
+        left = [(sure.sum(-1) - c[1]).clamp(min=0) for c in counts if bool((c[0] <= most).all())]
+        short = torch.stack(left).amin(0) if left else None
+        if short is None or not bool(short.any()):
+            return short
+        if len(left) < len(counts):
+            return None
+        if "rewards" in probe.step.roles:  # the advantage that the step makes for a row may be 0
+            short = short * (short < sure.sum(-1))
+    return short
 
 
-def _slope(
-    probe: Probe, role: str, flat: Tensor, batch: edits.Batch, knobs: Mapping[str, float] | None = None
-) -> Tensor:
-    slope = probe.slopes([role], batch, knobs).inputs[role]
-    return torch.zeros_like(flat) if slope is None else (slope != 0).reshape(*flat.shape, -1).any(-1)
+def _states(probe: Probe) -> Iterator[tuple[edits.Batch, Mapping[str, float]]]:
+    """A clipped token has a gradient in one of these; a critic that hits its target, far from it; and a last layer that
+    is 0 has one elsewhere."""
+    step, base = probe.step, dict(probe.step.batch)
+    other = edits.opposite(step, base)
+    both = [b for b in (base, other) if b is not None]
+    yield from ((batch, {}) for batch in both)
+    if acts := [k for k in step.clips if other is None or step.kinds[k] == "bound"]:  # for both signs
+        yield from ((batch, dict.fromkeys(acts, UNCLIPPED)) for batch in both)
+    with suppress(Exception):  # log-probs of another shape
+        if step.logprobs is not None and step.ratio_role in step.roles:
+            yield probe.as_policy(base), {}
+    if (returns := step.value("returns")) is not None and returns.is_floating_point():
+        far = 10 * (1 + float(returns.abs().max()))
+        yield from (({**base, step.roles["returns"]: returns + by}, {}) for by in (far, -far))
+    with probe.perturbed():
+        yield base, {}
 
 
-def _predicted(step: Step, on: Tensor) -> Tensor:
-    """The supervised places that something predicts [B, T]."""
-    ids, labels, documents = (step.value(r) for r in ("ids", "labels", "documents"))
-    flat = on.clone()
-    if labels is not None and labels.shape == flat.shape:
-        if edits.in_place(step):  # nothing stands before a row's, or a document's, first token
-            flat[:, 0] = False
-            if documents is not None and documents.shape == flat.shape:
-                flat = flat & ~edits.begins(documents)
-    elif ids is not None and ids.shape == flat.shape:
-        flat = flat & ~flat[:, :1]  # whole rows: a mask may mark tokens or the places that predict them
-    return flat
+def _sure(step: Step, on: Tensor) -> Tensor:
+    """The supervised places that something surely predicts, not a row's or a document's first token, and whose weight
+    is not 0."""
+    ids, ahead, sure = step.value("ids"), edits.ahead(step), on.clone()
+    if not ahead and (ids is None or ids.shape == on.shape):
+        sure[:, 0] = False
+    for role in ("advantages", "weights", "importance", "attention", "labels", *(() if ahead else ("documents",))):
+        if (value := step.value(role)) is None:
+            continue
+        there = ~edits.begins(value) if role == "documents" else value != (step.ignore_index if role == "labels" else 0)
+        there = there.reshape(*there.shape[:2], -1).any(-1) if there.ndim > 1 else there[:, None]
+        gap = on.shape[1] - there.shape[1]
+        sure &= nn.functional.pad(there, (gap, 0)) if gap in (-1, 0, 1) else there.any(-1, keepdim=True)
+    return sure
 
 
-def _asked(flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """The first and the last token of a row, and the last one of another."""
-    for number, row in enumerate(flat.any(-1).nonzero()[:ROWS, 0].tolist()):
-        places = flat[row].nonzero()[:, 0].tolist()
-        for place, what in {places[0]: "first", places[-1]: "last"}.items() if not number else ((places[-1], "last"),):
-            spot = torch.zeros_like(flat)
-            spot[row, place] = True
-            yield f"the {what} one of row {row}", spot
-
-
-def _alone(probe: Probe, spot: Tensor) -> bool:
-    """Whether the loss has a gradient where this token is the only supervised one; a clipped token has one under the
-    opposite advantages only."""
-    step = probe.step
+def _by_trial(probe: Probe, flat: Tensor, aside: str) -> Finding:
+    """Where no output shows all positions: the first and the last token of a row, and the last of another, alone, for
+    one sign of the advantages or for the other."""
+    step, count, dropped = probe.step, int(flat.sum()), probe.step.drops_tokens
+    alone = {"labels", "behaviour", "teacher"} & step.roles.keys() and "rewards" not in step.roles
+    if not (alone or step.kind == "sft"):
+        return LAW.not_declared(POSITIONS, "labels, or a signal with one value per token")
+    if not count or not step.empty_rows:
+        return LAW.not_applicable(POSITIONS, ("one token alone leaves rows without any" if count else NONE) + aside)
+    both = [b for b in (dict(step.batch), edits.opposite(step, step.batch)) if b is not None]
     width = max(step.batch[step.roles[r]].shape[1] for r in ("mask", "labels") if r in step.roles)
-    keep = torch.nn.functional.pad(spot, (width - spot.shape[1], 0))
-    if _trains(probe, edits.only(step, step.batch, keep)):
-        return True
-    other = edits.opposite(step, step.batch)
-    with suppress(Exception):  # as in _by_slope
-        return other is not None and _trains(probe, edits.only(step, other, keep))
-    return False
-
-
-def _trains(probe: Probe, batch: edits.Batch) -> bool:
-    gradient = probe.gradient(batch)
-    return gradient.finite() and gradient.norm() > 0
+    found: dict[str, bool] = {}
+    for number, row in enumerate(flat.any(-1).nonzero()[:ROWS, 0].tolist()):
+        places = (flat[row].nonzero()[:, 0] - flat.shape[1]).tolist()  # from the right, where all masks are aligned
+        for what, place in (("first", places[0]), ("last", places[-1]))[number:]:
+            if not found or probe.afford(2, keep=8.0 if probe.coarse else 6.0):  # later laws need as much
+                keep = flat.new_zeros(len(flat), width)
+                keep[row, place] = True
+                with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
+                    lengths = (probe.gradient(edits.only(step, batch, keep)).norm() for batch in both)
+                    found[f"the {what} one of row {row}"] = any(0 < length < math.inf for length in lengths)
+    missing = [one for one, matters in found.items() if not matters]
+    if len(missing) == len(found) and (step.rows_interact or dropped):
+        return LAW.not_applicable(POSITIONS, f"no single token alone has a gradient{aside}")
+    tried = f"{len(found)} of {count} tried alone, {len(found) - len(missing)} matter{aside}"
+    if missing and not dropped:
+        return LAW.finding(POSITIONS, tried, "all", False, ", ".join(missing) + WHY)
+    return LAW.finding(SAMPLE, tried, DROPPED if dropped else "all tried", True)
 
 
 LAW = Law("CV", "coverage", __doc__, check, quick=False)

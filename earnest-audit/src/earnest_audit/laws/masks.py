@@ -35,7 +35,9 @@ def check(probe: Probe) -> Rows:
     paired = [s for s in edits.SIDES if s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys()]
     if edits.supervised(step) is None and not paired:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
-        raise Ends(LAW.not_declared("masks", f"roles={what}"))
+        yield LAW.not_declared("masks", f"roles={what}")
+        yield from probe.tried({"more padding": _padding(probe, None)} if edits.by_attention(step) else {})
+        return
     base = probe.off_policy()
     if not probe.gradient(base).finite():
         raise Ends(LAW.not_applicable("masks", "not finite off-policy", "see IG."))
@@ -91,7 +93,9 @@ def _padding(probe: Probe, both: Gradient | None) -> Rows:
     step = probe.step
     paired = all(s in step.roles for s in edits.SIDES)
     sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
-    if not (edits.supervised(step) is not None or sides) or (step.value("ids") is None and not paired):
+    if not (edits.supervised(step) is not None or sides or edits.by_attention(step)) or (
+        step.value("ids") is None and not paired
+    ):
         what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
         raise Ends(LAW.not_declared("more padding", what))
     for side in ("right", "left"):

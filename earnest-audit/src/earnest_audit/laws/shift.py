@@ -38,7 +38,7 @@ def predicts(step: Step) -> bool:
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    found = "no family" if step.kind is None else _places(probe)
+    found = "no family" if step.kind is None else last_labels(probe)
     if isinstance(found, str):
         yield from _by_mask(probe, found)
         return
@@ -140,7 +140,7 @@ def _leak(probe: Probe) -> tuple[float | None, bool]:
     return None, False
 
 
-def _places(probe: Probe) -> tuple[Tensor, Tensor] | str:
+def last_labels(probe: Probe) -> tuple[Tensor, Tensor] | str:
     """Where the last label of every row stands [B, T], and which input predicts it [B, 1]; or why that is not known."""
     step = probe.step
     on, ids, labels, documents = edits.supervised(step), *map(step.value, ("ids", "labels", "documents"))
