@@ -178,11 +178,104 @@ def test_capped_tokens_are_not_missing_where_no_log_probs_are_declared(cut: bool
     assert found == {"coverage": "not applicable"}, "no token has a gradient: see GL"
 
 
+def turns(mask: Tensor, kept: str) -> Tensor:
+    """The mask with a tool's tokens left out, and, of what is ``kept``, one turn alone."""
+    place = torch.arange(mask.shape[1])
+    mask = mask * ((place < 5) | (place > 6))
+    return mask * {"all": place >= 0, "first": place < 5, "last": place > 6}[kept]
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("family", ["sft", "policy gradient"])
+@pytest.mark.parametrize("kept", ["all", "first", "last"])
+def test_every_turn_has_a_gradient(kept: str, family: Any, seed: int) -> None:
+    """ms-swift #7838: one turn alone is trained; no single token shows that, because alone each is in that turn."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        mask, lp = turns(batch["mask"], kept), logprobs(model, batch)
+        if not bool((mask > 0).any()):
+            mask = batch["mask"]
+        each = -lp if family == "sft" else clipped((lp - batch["old"]).exp(), batch["advantages"][:, None])
+        return (each * mask).sum() / mask.sum()
+
+    model = Tiny(seed)
+    batch = policy_batch(model, seed)
+    batch["mask"] = turns(batch["mask"], "all")
+    roles: dict[Any, str] = {"ids": "ids", "attention": "attention", "mask": "mask"}
+    roles |= {} if family == "sft" else {"behaviour": "old", "advantages": "advantages"}
+    found = outcomes(Step(model, loss, batch, roles, family=family, seed=seed), coverage.LAW)
+    assert found[EVERY] == ("holds" if kept == "all" else "fails")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_answers_beside_their_prompts(cut: bool) -> None:
+    """The mask marks an answer's first token, which the prompt predicts."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        ids, mask = torch.cat([batch["prompt"], batch["answer"]], 1), batch["answer_mask"].clone()
+        lp = logprobs(model, {"ids": ids})[:, -mask.shape[1] :]
+        mask[:, 3] *= not cut
+        return -(lp * batch["advantages"][:, None] * mask).sum() / mask.sum()
+
+    ids, shown = token_batch()["ids"], (token_batch()["attention"])[:, 4:].float()
+    batch = {"prompt": ids[:, :4], "answer": ids[:, 4:], "answer_mask": shown, "advantages": torch.linspace(-1, 2, 5)}
+    roles: dict[Any, str] = {"ids": "answer", "mask": "answer_mask", "advantages": "advantages"}
+    assert outcomes(Step(Tiny(), loss, batch, roles), coverage.LAW)[EVERY] == ("fails" if cut else "holds")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_critic_whose_clipped_values_have_no_gradient(cut: bool) -> None:
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        mask = batch["mask"].clone()
+        mask[:, 4] *= not cut
+        now, old = model(batch["ids"], batch["attention"])[:, :-1, 0], batch["values"]
+        bounded = old + (now - old).clamp(-0.2, 0.2)
+        each = torch.maximum((now - batch["returns"]) ** 2, (bounded - batch["returns"]) ** 2)
+        return (each * mask).sum() / mask.sum()
+
+    model, batch = Tiny(), token_batch()
+    with torch.no_grad():
+        now = model(batch["ids"], batch["attention"])[:, :-1, 0]
+    batch |= {"values": now - 1, "returns": now - 0.5}
+    batch["returns"][:, 4::2] += 1.0  # beyond the range, on the return's side
+    batch["returns"][0, 5] = now[0, 5]
+    roles: dict[Any, str] = {k: k for k in ("ids", "attention", "mask", "values", "returns")}
+    assert outcomes(Step(model, loss, batch, roles), coverage.LAW)[EVERY] == ("fails" if cut else "holds")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_a_token_that_is_certain_has_no_gradient_by_design(cut: bool) -> None:
+    class Constrained(Tiny):
+        def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+            found = super().forward(ids, attention, documents).clone()
+            only = F.one_hot(ids[:, 6], found.shape[-1]).bool()
+            found[:, 5] = found[:, 5].masked_fill(~only, -torch.inf)  # one legal token
+            return found
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        mask = batch["mask"].clone()
+        mask[:, 7] *= not cut
+        return -(logprobs(model, batch) * mask).sum() / mask.sum()
+
+    roles: dict[Any, str] = {k: k for k in ("ids", "attention", "mask")}
+    step = Step(Constrained(), loss, token_batch(), roles, family="sft")
+    assert outcomes(step, coverage.LAW)[EVERY] == ("fails" if cut else "holds")
+
+
 def test_a_row_of_a_sample_of_positions_has_the_number_of_all() -> None:
-    step = sft_step()
+    """Where the model is called for one row at a time, no output has all rows."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        rows = zip(batch["ids"], batch["attention"], batch["labels"], strict=True)
+        each = [F.cross_entropy(model(ids[None], shown[None])[0, :-1], labels[1:], reduction="sum")
+                for ids, shown, labels in rows]  # fmt: skip
+        return torch.stack(each).sum() / (batch["labels"] != -100).sum()
+
+    step = sft_step(loss)
     count = int((step.batch["labels"] != -100).sum())
-    (row,) = [f for f in audit(step, laws=[coverage.LAW]).findings if f.subject == coverage.POSITIONS]
-    assert row.measured.startswith(f"3 of {count} positions tried, 3 matter"), row.measured
+    found = {f.subject: f for f in audit(step, laws=[coverage.LAW]).findings}
+    assert coverage.POSITIONS not in found, "a sample is not every position"
+    assert found[coverage.SAMPLE].measured == f"3 of {count} tried alone, 3 matter"
 
 
 @pytest.mark.parametrize("cut", [False, True])

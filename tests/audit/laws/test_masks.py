@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit
 from earnest_audit.law import Law
-from earnest_audit.laws import coverage, masks
+from earnest_audit.laws import averages, coverage, masks
 from earnest_audit.verdict import Finding
 from tests.audit.laws.test_coverage import reward_step
 from tests.audit.steps import (
@@ -332,3 +332,44 @@ def test_a_row_without_a_token_may_give_nan_where_no_row_is_without(declared: bo
 
     step = sft_step(loss, empty_rows=not declared)
     assert bool(audit(step, laws=[masks.LAW, coverage.LAW]).failures) == (not declared)
+
+
+@pytest.mark.parametrize("wide", [None, ("input_ids", "responses", "response_mask", "old")])
+@pytest.mark.parametrize("counted", [False, True])
+def test_answers_beside_prompt_and_answer(counted: bool, wide: Any) -> None:
+    """verl's layout: the ids are [B, P + R], all else is [B, R] and is padded with them."""
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        mask, width = batch["response_mask"], batch["responses"].shape[1]
+        logits = model(batch["input_ids"])[:, -width - 1 : -1]
+        lp = logits.log_softmax(-1).gather(-1, batch["responses"][..., None])[..., 0]
+        each = clipped((lp - batch["old"]).exp(), batch["advantages"][:, None]) * mask
+        return each.sum() / (mask.numel() if counted else mask.sum())
+
+    model = Tiny()
+    rows = policy_batch(model)
+    batch = {"input_ids": rows["ids"], "responses": rows["ids"][:, 4:], "response_mask": rows["mask"][:, 3:],
+             "old": rows["old"][:, 3:], "advantages": rows["advantages"]}  # fmt: skip
+    roles: dict[Any, str] = {"ids": "input_ids", "mask": "response_mask", "behaviour": "old",
+                             "advantages": "advantages"}  # fmt: skip
+    found = outcomes(Step(model, loss, batch, roles, wide=wide))
+    assert found["3 more columns of padding on the right"] == ("fails" if counted else "holds"), found
+
+
+@pytest.mark.parametrize("by", ["attention", "ids", "nothing"])
+def test_padding_is_checked_where_the_loss_makes_its_mask(by: str) -> None:
+    """By the attention mask, or by the padding's id; a mean over everything counts padding."""
+
+    def loss(model: nn.Module, batch: Data) -> tuple[Tensor, dict[str, Tensor]]:
+        shown = {"attention": batch["attention"], "ids": batch["ids"] != 0, "nothing": torch.ones_like(batch["ids"])}
+        on = shown[by][:, 1:].float()
+        lp = logprobs(model, batch)
+        return -(lp * on).sum() / on.sum(), {"kl": (lp.exp() * on).sum() / on.sum()}
+
+    roles: dict[Any, str] = {"ids": "ids", "attention": "attention"}
+    batch = {k: token_batch()[k] for k in roles}
+    found = {
+        f.subject: f.outcome for f in audit(Step(Tiny(), loss, batch, roles), laws=[masks.LAW, averages.LAW]).findings
+    }
+    right = "fails" if by == "nothing" else "holds"
+    assert found["3 more columns of padding on the right"] == found["averages, 3 more columns of padding"] == right

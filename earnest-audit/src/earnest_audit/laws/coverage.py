@@ -85,7 +85,9 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
     aside = f"; {idle} rows without an advantage or a token before are left out" if idle else ""
     if not count:
         return LAW.not_applicable(POSITIONS, NONE + aside)
-    if (short := _short(probe, on, sure)) is None:
+    if (short := _short(probe, on, {})) is None and probe.quiet:  # a term may be taken on other tokens
+        short = _short(probe, on, probe.quiet)
+    if short is None:
         return _by_trial(probe, sure if "labels" in step.roles else sure & ~(on[:, :1] & ~sure[:, :1]), aside)
     rows = [f"{int(n)} of row {row}" for row, n in enumerate(short) if n > 0]
     measured = f"{count - int(short.sum())} of {count} have a gradient" if rows else f"all {count} matter"
@@ -93,28 +95,29 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
     return LAW.finding(POSITIONS, measured + aside, expected, not rows or step.drops_tokens, ", ".join(rows[:3]) + WHY)
 
 
-def _short(probe: Probe, on: Tensor, sure: Tensor) -> Tensor | None:
+def _short(probe: Probe, on: Tensor, off: Mapping[str, float]) -> Tensor | None:
     """How many supervised tokens of every row have no gradient in any state [B], counted at the outputs nearest to the
     loss; None where there is none, or where the loss also reads other positions."""
     found: dict[nn.Module, Tensor] = {}
     most, short = on.sum(-1), None
     for batch, knobs in _states(probe):
         try:
-            shown = logits.positions(probe, batch, knobs, len(on), int(most.max()))
+            shown = logits.positions(probe, batch, {**off, **knobs}, len(on), int(most.max()))
         except Exception as error:  # what the step refuses shows nothing
             if knobs and edits.opposite(probe.step, batch) is None:
                 raise Ends(LAW.not_declared(POSITIONS, "advantages or rewards")) from error
             continue
         found |= {module: found.get(module, there) | there for module, there in shown.items()}
-        counts = [there.sum(-1) for there in found.values()]
-        left = [(sure.sum(-1) - c[1]).clamp(min=0) for c in counts if bool((c[0] <= most).all())]
+        counts = [(there.sum(-1), _prefixed(there, on)) for there in found.values()]
+        left = [(_sure(probe.step, on, prefixed).sum(-1) - c[1]).clamp(min=0)
+                for c, prefixed in counts if bool((c[0] <= most).all())]  # fmt: skip
         short = torch.stack(left).amin(0) if left else None
         if short is None or not bool(short.any()):
             return short
         if len(left) < len(counts):
             return None
         if "rewards" in probe.step.roles:  # the advantage that the step makes for a row may be 0
-            short = short * (short < sure.sum(-1))
+            short = short * (short < _sure(probe.step, on).sum(-1))
     return short
 
 
@@ -137,11 +140,16 @@ def _states(probe: Probe) -> Iterator[tuple[edits.Batch, Mapping[str, float]]]:
         yield base, {}
 
 
-def _sure(step: Step, on: Tensor) -> Tensor:
+def _prefixed(there: Tensor, on: Tensor) -> bool:
+    """Whether the output has prompts in front of what the mask marks, so that these predict its first tokens."""
+    return there.shape[-1] > on.shape[1] and not bool(there[0, :, 0].any())
+
+
+def _sure(step: Step, on: Tensor, prefixed: bool = False) -> Tensor:
     """The supervised places that something surely predicts, not a row's or a document's first token, and whose weight
     is not 0."""
     ids, ahead, sure = step.value("ids"), edits.ahead(step), on.clone()
-    if not ahead and (ids is None or ids.shape == on.shape):
+    if not (ahead or prefixed) and (ids is None or ids.shape == on.shape):
         sure[:, 0] = False
     for role in ("advantages", "weights", "importance", "attention", "labels", *(() if ahead else ("documents",))):
         if (value := step.value(role)) is None:
