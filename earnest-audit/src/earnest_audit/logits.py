@@ -60,7 +60,9 @@ def descent(probe: Probe) -> Descent | None:
     return None
 
 
-def _outputs(probe: Probe, batch: edits.Batch, knobs: Mapping[str, Any]) -> tuple[Tensor, dict[nn.Module, Tensor]]:
+def _outputs(
+    probe: Probe, batch: Mapping[str, Any], knobs: Mapping[str, Any]
+) -> tuple[Tensor, dict[nn.Module, Tensor]]:
     """The loss, and what each module gave on the way to it, of those that were called once."""
     seen: dict[nn.Module, list[Tensor]] = {}
 
@@ -84,7 +86,8 @@ def positions(
     value, seen = _outputs(probe, batch, knobs)
     ends = {o.grad_fn: (m, o) for m, o in seen.items() if o.shape[0] == rows and o.shape[1] >= width}
     nearest: dict[nn.Module, Tensor] = {}
-    todo, done = [value.grad_fn], {None}
+    todo: list[Any] = [value.grad_fn]
+    done: set[Any] = {None}
     while todo:
         if (node := todo.pop()) in ends:
             nearest |= [ends[node]]

@@ -108,7 +108,8 @@ def _short(probe: Probe, on: Tensor, off: Mapping[str, float]) -> Tensor | None:
                 raise Ends(LAW.not_declared(POSITIONS, "advantages or rewards")) from error
             continue
         found |= {module: found.get(module, there) | there for module, there in shown.items()}
-        counts = [(there.sum(-1), _prefixed(there, on)) for there in found.values()]
+        # Where prompts stand in front of what the mask marks, they predict its first tokens.
+        counts = [(t.sum(-1), t.shape[-1] > on.shape[1] and not bool(t[0, :, 0].any())) for t in found.values()]
         left = [(_sure(probe.step, on, prefixed).sum(-1) - c[1]).clamp(min=0)
                 for c, prefixed in counts if bool((c[0] <= most).all())]  # fmt: skip
         short = torch.stack(left).amin(0) if left else None
@@ -138,11 +139,6 @@ def _states(probe: Probe) -> Iterator[tuple[edits.Batch, Mapping[str, float]]]:
         yield from (({**base, step.roles["returns"]: returns + by}, {}) for by in (far, -far))
     with probe.perturbed():
         yield base, {}
-
-
-def _prefixed(there: Tensor, on: Tensor) -> bool:
-    """Whether the output has prompts in front of what the mask marks, so that these predict its first tokens."""
-    return there.shape[-1] > on.shape[1] and not bool(there[0, :, 0].any())
 
 
 def _sure(step: Step, on: Tensor, prefixed: bool = False) -> Tensor:

@@ -13,14 +13,11 @@ Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that 
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
 from functools import partial
 
 import torch
 
 from earnest_audit import edits
-from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
@@ -36,14 +33,13 @@ def check(probe: Probe) -> Rows:
     if edits.supervised(step) is None and not paired:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
         yield LAW.not_declared("masks", f"roles={what}")
-        yield from probe.tried({"more padding": _padding(probe, None)} if edits.by_attention(step) else {})
+        yield from probe.tried({"more padding": _padding(probe)} if edits.by_attention(step) else {})
         return
     base = probe.off_policy()
     if not probe.gradient(base).finite():
         raise Ends(LAW.not_applicable("masks", "not finite off-policy", "see IG."))
-    both = None if paired else _both(probe)
-    parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe, both)}
-    yield from probe.tried(parts if paired else {**parts, MASKED: _masked_row(probe, both)})
+    parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe)}
+    yield from probe.tried(parts if paired else {**parts, MASKED: _masked_row(probe)})
 
 
 def _signals(probe: Probe, base: edits.Batch) -> Rows:
@@ -73,23 +69,11 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
     )  # fmt: skip
 
 
-def _both(probe: Probe) -> Gradient | None:
-    """The gradient with three more columns and one more row, all masked; None where that cannot be run."""
-    step = probe.step
-    if _coupled(probe) or step.value("ids") is None:
-        return None
-    try:
-        found = probe.gradient(edits.add_masked_row(replace(step, batch=edits.pad(step))))
-    except Exception:
-        return None
-    return found if found.finite() else None
-
-
 def _coupled(probe: Probe) -> bool:
     return probe.step.rows_interact or bool({"group", "rewards"} & probe.step.roles.keys())
 
 
-def _padding(probe: Probe, both: Gradient | None) -> Rows:
+def _padding(probe: Probe) -> Rows:
     step = probe.step
     paired = all(s in step.roles for s in edits.SIDES)
     sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
@@ -103,11 +87,6 @@ def _padding(probe: Probe, both: Gradient | None) -> Rows:
         if side == "left" and not _pads_left(probe):
             # A step whose batches have no left padding need not support it: absolute positions may begin at 0.
             raise Ends(LAW.not_applicable(subject, "no row of this batch begins with padding"))
-        # Both changes at once; a mean over rows counts the added row, so then the padding alone.
-        change = probe.gradient().distance(both) if side == "right" and both is not None else math.inf
-        if change <= probe.tolerance:
-            yield probe.same(subject, change, "")
-            continue
         readings = [partial(_padded, probe, subject, side, keys) for keys in edits.readings(step)]
         if edits.unknown_integers(step):  # what stands in their padding is a guess
             readings.append(partial(_padded, probe, subject, side, edits.readings(step)[0], new=True))
@@ -131,14 +110,13 @@ def _pads_left(probe: Probe) -> bool:
     )
 
 
-def _masked_row(probe: Probe, both: Gradient | None) -> Rows:
+def _masked_row(probe: Probe) -> Rows:
     step, whole = probe.step, probe.gradient()
     if _coupled(probe):
         raise Ends(LAW.not_applicable(MASKED, "rows interact by declaration"))
     least = step.rows / (step.rows + 1)
-    counts = both is not None and any(whole.times(c).distance(both) <= probe.tolerance for c in (1.0, least))
     with probe.may_refuse(MASKED, "one more row cannot be run"):
-        masked = both if both is not None and counts else probe.gradient(edits.add_masked_row(step))
+        masked = probe.gradient(edits.add_masked_row(step))
     if not masked.finite() and not step.empty_rows:
         raise Ends(LAW.not_applicable(MASKED, "every row has a supervised token, by declaration"))
     if not masked.finite():
