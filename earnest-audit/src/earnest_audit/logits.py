@@ -76,15 +76,13 @@ def _outputs(
     return value, {module: calls[0] for module, calls in seen.items() if len(calls) == 1}
 
 
-def positions(
-    probe: Probe, batch: edits.Batch, knobs: Mapping[str, Any], rows: int, width: int
-) -> dict[nn.Module, Tensor]:
+def positions(probe: Probe, batch: edits.Batch, knobs: Mapping[str, Any], on: Tensor) -> dict[nn.Module, Tensor]:
     """Where the loss has a gradient, and where it has one or the output is certain of one entry, which has none by
-    design [2, B, T]: at each output of these rows, and at least as many positions, that reaches the loss through no
-    other one."""
+    design [2, B, T]: at each output with the rows of ``on``, and with at least as many positions as are supervised,
+    that reaches the loss through no other one."""
     probe.cost += 2 / 3  # the backward pass ends at the outputs
     value, seen = _outputs(probe, batch, knobs)
-    ends = {o.grad_fn: (m, o) for m, o in seen.items() if o.shape[0] == rows and o.shape[1] >= width}
+    ends = {o.grad_fn: (m, o) for m, o in seen.items() if len(o) == len(on) and o.shape[1] >= on.sum(-1).max()}
     nearest: dict[nn.Module, Tensor] = {}
     todo: list[Any] = [value.grad_fn]
     done: set[Any] = {None}

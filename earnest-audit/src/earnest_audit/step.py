@@ -108,8 +108,8 @@ class Step:
                    and what it changes beside the trainable parameters and the optimizer is the caller's to restore
     ``weighed``    term -> the setting that weighs it, for every term of the loss: each has a gradient by itself
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
-    ``wide``       the keys of the tensors that are padded with the rows; by default all that have their width, which
-                   the verdict lists as a guess where some of them have no role
+    ``wide``       the keys of the tensors that are padded with the rows, of any width; by default all that have their
+                   width or that of a narrower signal, which the verdict lists as a guess
     ``masks``      the keys of further masks, which are 1 where another term of the loss is taken (a likelihood of a
                    tool's tokens beside a policy gradient)
     ``reduction``  "mean" or "sum": how the loss adds up its rows, where that is known; then law SE checks it

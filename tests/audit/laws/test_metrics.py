@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Metric, Step, audit
-from earnest_audit.laws import at_reference, metrics, pair_metrics
+from earnest_audit.laws import at_reference, averages, metrics, pair_metrics
 from tests.audit.steps import (
     dpo_loss,
     dpo_step,
@@ -240,3 +240,19 @@ def test_a_kl_per_token_that_is_weighed_by_its_row(seed: int, of: str) -> None:
     assert found["term kl at the reference"] == "holds"
     expected = {"tokens": "holds", "rows": "warns", "whole rows": None}[of]
     assert found.get("term kl, some tokens at the reference") == expected
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("at", ["labels", "tokens"])
+def test_an_entropy_at_the_labels_positions(at: str, seed: int) -> None:
+    """TRL #5620: an average over all real tokens, of unshifted logits, reads ids behind the last label."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+        logs = model(batch["ids"], batch["attention"]).log_softmax(-1)
+        entropy = -(logs.exp() * logs).sum(-1)
+        on = (batch["labels"][:, 1:] != -100).float()
+        found = mean(entropy[:, :-1], on) if at == "labels" else mean(entropy, batch["attention"])
+        return sft_loss(model, batch)[0], {"entropy": found}
+
+    verdict = audit(sft_step(loss, seed=seed), laws=[averages.LAW])
+    assert not verdict.failures and len(verdict.warnings) == (at == "tokens"), str(verdict)

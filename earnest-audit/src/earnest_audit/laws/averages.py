@@ -4,10 +4,9 @@ every row twice          the same number; or as many times as the loss itself, w
 3 columns of padding     the same number
 ids behind the labels    the same number, where labels are a tensor of their own
 
-Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask, or an attention mask
-with padding, for padding; ids beside labels for the last row
-How: Metrics of the batch with every row twice, with three more columns of padding, and with other ids from the last
-label of every row on.
+Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask (or attention) for
+padding; ids beside labels
+How: Metrics of the batch with every row twice, with more padding, and with other ids from the rows' last labels on.
 Exceptions: Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, its
 metrics may be sums.
 Warns: (rows "other ids from the last label on") a metric that is meant to be taken on all tokens.
@@ -91,9 +90,8 @@ def _compare(
     return probe.fair(LAW.finding(
         f"averages, {subject}", "; ".join(off) or f"{len(names)} metrics stay", f"the same, within {relative:.1g}",
         not off,
-        "An average that changes with the number of rows or of padded columns is divided by something else than what "
-        "it sums, or sums more than what is supervised: what is logged depends on how the batch was cut. One that "
-        "changes with ids behind the last label is taken at other positions than the labels'.",
+        "An average that changes with rows or padding is divided by something else than what it sums, or sums more "
+        "than what is supervised. One that changes with ids behind the last label is taken at other positions.",
     ))  # fmt: skip
 
 

@@ -2,13 +2,12 @@
 
 Needs: roles mask or labels; ids and tokenizer to show the span
 How: At each module's output that is nearest to the loss and has the rows, as many positions of a row have a gradient as
-tokens of it are supervised. A row's first token, which nothing may predict, is not counted. Where no output shows that
-(a fused loss, a term on other tokens), single tokens are supervised alone: the first and the last of a row, and the
-last of another; the row is then "a sample of supervised positions".
+tokens of it are supervised, apart from a first one that nothing predicts. Where no output shows that (a fused loss, a
+term on other tokens), some are supervised alone, and the row is "a sample of supervised positions".
 Exceptions: A clipped token has a zero gradient by design, so it needs one in one of several states: the opposite
-advantages (or rewards), wide clips or bounds where these are not declared, ratio 1; for a critic, returns far above and
-below. Tokens without a weight, and rows of advantage 0, are left out. A loss that drops tokens on purpose declares
-drops_tokens=True. Where rows interact (a mean over all tokens is taken off), one token alone may have none.
+advantages (or rewards), wide bounds, ratio 1; for a critic, returns far above and below. Rows and tokens of weight or
+advantage 0 are left out. A loss that drops tokens on purpose declares drops_tokens=True. Where rows interact (a mean
+over all tokens is taken off), one token alone may have none.
 Detects: ms-swift #7838, Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
 """
 
@@ -31,11 +30,8 @@ ROWS = 2
 UNCLIPPED = 1e3  # a clip range that no ratio of a batch leaves
 POSITIONS, SAMPLE = "every supervised position", "a sample of supervised positions"
 NONE, DROPPED = "no position to check", "some, tokens are dropped by declaration"
-WHY = (
-    " is in the mask and not in the gradient: a first or last token is cut off by a shift, a turn is left out, or the "
-    "end-of-turn token is masked because its id is the padding's. Where the loss itself leaves out tokens or rows on "
-    "purpose, declare drops_tokens=True."
-)
+WHY = ": in the mask, not in the gradient. A shift cuts a token off, a turn is left out, or an end-of-turn is taken "
+WHY += "for padding. If the loss leaves out tokens or rows on purpose, declare drops_tokens=True."
 
 
 def check(probe: Probe) -> Rows:
@@ -102,7 +98,7 @@ def _short(probe: Probe, on: Tensor, off: Mapping[str, float]) -> Tensor | None:
     most, short = on.sum(-1), None
     for batch, knobs in _states(probe):
         try:
-            shown = logits.positions(probe, batch, {**off, **knobs}, len(on), int(most.max()))
+            shown = logits.positions(probe, batch, {**off, **knobs}, on)
         except Exception as error:  # what the step refuses shows nothing
             if knobs and edits.opposite(probe.step, batch) is None:
                 raise Ends(LAW.not_declared(POSITIONS, "advantages or rewards")) from error
@@ -123,16 +119,15 @@ def _short(probe: Probe, on: Tensor, off: Mapping[str, float]) -> Tensor | None:
 
 
 def _states(probe: Probe) -> Iterator[tuple[edits.Batch, Mapping[str, float]]]:
-    """A clipped token has a gradient in one of these; a critic that hits its target, far from it; and a last layer that
-    is 0 has one elsewhere."""
+    """A clipped token has a gradient in one of these, and what is below a last layer that is 0."""
     step, base = probe.step, dict(probe.step.batch)
     other = edits.opposite(step, base)
     both = [b for b in (base, other) if b is not None]
     yield from ((batch, {}) for batch in both)
     if acts := [k for k in step.clips if other is None or step.kinds[k] == "bound"]:  # for both signs
         yield from ((batch, dict.fromkeys(acts, UNCLIPPED)) for batch in both)
-    with suppress(Exception):  # log-probs of another shape
-        if step.logprobs is not None and step.ratio_role in step.roles:
+    if step.logprobs is not None and step.ratio_role in step.roles:
+        with suppress(Exception):  # log-probs of another shape
             yield probe.as_policy(base), {}
     if (returns := step.value("returns")) is not None and returns.is_floating_point():
         far = 10 * (1 + float(returns.abs().max()))
@@ -158,8 +153,7 @@ def _sure(step: Step, on: Tensor, prefixed: bool = False) -> Tensor:
 
 
 def _by_trial(probe: Probe, flat: Tensor, aside: str) -> Finding:
-    """Where no output shows all positions: the first and the last token of a row, and the last of another, alone, for
-    one sign of the advantages or for the other."""
+    """Alone, for either sign of the advantages: the first and the last token of a row, and the last of another."""
     step, count, dropped = probe.step, int(flat.sum()), probe.step.drops_tokens
     alone = {"labels", "behaviour", "teacher"} & step.roles.keys() and "rewards" not in step.roles
     if not (alone or step.kind == "sft"):
@@ -168,16 +162,15 @@ def _by_trial(probe: Probe, flat: Tensor, aside: str) -> Finding:
         return LAW.not_applicable(POSITIONS, ("one token alone leaves rows without any" if count else NONE) + aside)
     both = [b for b in (dict(step.batch), edits.opposite(step, step.batch)) if b is not None]
     width = max(step.batch[step.roles[r]].shape[1] for r in ("mask", "labels") if r in step.roles)
+    rows = [(row, (flat[row].nonzero()[:, 0] - flat.shape[1]).tolist()) for row in flat.any(-1).nonzero()[:ROWS, 0]]
+    asked = [("first", *rows[0], 0), *(("last", row, places, -1) for row, places in rows)]
     found: dict[str, bool] = {}
-    for number, row in enumerate(flat.any(-1).nonzero()[:ROWS, 0].tolist()):
-        places = (flat[row].nonzero()[:, 0] - flat.shape[1]).tolist()  # from the right, where all masks are aligned
-        for what, place in (("first", places[0]), ("last", places[-1]))[number:]:
-            if not found or probe.afford(2, keep=8.0 if probe.coarse else 6.0):  # later laws need as much
-                keep = flat.new_zeros(len(flat), width)
-                keep[row, place] = True
-                with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
-                    lengths = (probe.gradient(edits.only(step, batch, keep)).norm() for batch in both)
-                    found[f"the {what} one of row {row}"] = any(0 < length < math.inf for length in lengths)
+    for what, row, places, end in asked if probe.afford(2 * len(asked), keep=8.0) else asked[:1]:  # later laws need it
+        keep = flat.new_zeros(len(flat), width)
+        keep[row, places[end]] = True  # from the right, where all masks are aligned
+        with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
+            lengths = (probe.gradient(edits.only(step, batch, keep)).norm() for batch in both)
+            found[f"the {what} one of row {row}"] = any(0 < length < math.inf for length in lengths)
     missing = [one for one, matters in found.items() if not matters]
     if len(missing) == len(found) and (step.rows_interact or dropped):
         return LAW.not_applicable(POSITIONS, f"no single token alone has a gradient{aside}")

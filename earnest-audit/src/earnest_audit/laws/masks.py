@@ -1,7 +1,8 @@
 """MI: Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do not
 matter.
 
-Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (where no mask
+is declared, an attention mask with padding is enough for more padding)
 How: Each is changed or added; the gradient must stay the same within the step's own resolution.
 Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
 factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
