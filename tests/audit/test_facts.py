@@ -8,7 +8,7 @@ import pytest
 
 from earnest_audit import Metric, Setting, Step, StepError, audit, infer
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.first_edition import Raises
+from earnest_audit.frontends.first_edition import Raises
 from earnest_audit.laws import clipping, direction, knobs, metrics, on_policy
 from tests.audit.steps import policy_step
 

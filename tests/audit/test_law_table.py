@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from earnest_audit.facts import KINDS
+from earnest_audit.frontends.pages import page
 from earnest_audit.law import OPTIONAL, SECTIONS
 from earnest_audit.laws.__main__ import ALL, table
 from earnest_audit.step import ROLES
@@ -42,7 +43,7 @@ def test_every_law_has_a_page_from_its_own_file() -> None:
     needed = [title for title in SECTIONS if title not in OPTIONAL]
     for law in ALL:
         assert law.sentence and all(law.sections.get(title) for title in needed), law.code
-        assert law.page().startswith(f"## {law.code}: ") and law.tier in ("core", "contrib")
+        assert page(law).startswith(f"## {law.code}: ") and law.tier in ("core", "contrib")
 
 
 def test_the_guide_has_every_role_and_every_kind_of_setting() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import MISSING, dataclass, fields
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
@@ -105,25 +105,6 @@ class Law(Reporter):
     @property
     def sentence(self) -> str:
         return self.sections["sentence"]
-
-    def page(self) -> str:
-        """Its page of documentation, in markdown."""
-        lines = [f"## {self.code}: {self.name}", f"Tier: {self.tier}.", self.sentence]
-        lines += [f"```text\n{self.sections['body']}\n```"] if self.sections["body"] else []
-        lines += [f"**Declared as.** `{_call(self.declared)}`"] if self.declared else []
-        return "\n\n".join(
-            [*lines, *(f"**{title}.** {self.sections[title]}" for title in SECTIONS if title in self.sections)]
-        )
-
-
-def _call(subject: Any) -> str:
-    """A subject with its fields and their defaults."""
-    each = [
-        f.name if f.default is f.default_factory is MISSING
-        else f"{f.name}={{}}" if f.default is MISSING else f"{f.name}={f.default!r}"
-        for f in fields(subject)
-    ]  # fmt: skip
-    return f"{subject.__name__}({', '.join(each)})"
 
 
 def not_declared(code: str, subject: str, what: str) -> Finding:

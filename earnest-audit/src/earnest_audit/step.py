@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
-from earnest_audit.first_edition import renamed
+from earnest_audit.frontends.first_edition import renamed
 from earnest_audit.together import Together
 
 Role = Literal[

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import textwrap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 from earnest_audit.errors import EarnestError
@@ -15,15 +13,7 @@ if TYPE_CHECKING:  # rich is optional: it is imported only where a rich console 
 
 LawOutcome = Literal["holds", "fails", "warns", "not applicable", "not declared"]
 UNCHECKED = "could not be checked ("
-COLOURS: dict[LawOutcome, str] = {
-    "holds": "green",
-    "fails": "bold red",
-    "warns": "bold yellow",
-    "not applicable": "dim",
-    "not declared": "yellow",
-}
-COLUMNS = {"law": 16, "subject": 32, "measured": 34, "expected": 18, "verdict": 14}
-"""The columns of a table, with the most characters that one has in plain text."""
+OUTCOMES: tuple[LawOutcome, ...] = ("holds", "fails", "warns", "not applicable", "not declared")
 
 
 class LawBroken(EarnestError):
@@ -89,7 +79,7 @@ class Verdict:
 
     @property
     def counts(self) -> dict[LawOutcome, int]:
-        return {outcome: sum(f.outcome == outcome for f in self.findings) for outcome in COLOURS}
+        return {outcome: sum(f.outcome == outcome for f in self.findings) for outcome in OUTCOMES}
 
     @property
     def summary(self) -> str:
@@ -143,51 +133,15 @@ class Verdict:
         yield from dict.fromkeys(f.meaning for f in self.findings if f.outcome == "not declared" and f.meaning)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        from rich.markup import escape
-        from rich.table import Table
+        from earnest_audit.frontends import terminal
 
-        table = Table(title=escape(self.title), title_justify="left")
-        for column in COLUMNS:
-            table.add_column(column)
-        for f in self.findings:
-            cells = (escape(cell) for cell in (f.law, f.subject, f.measured, f.expected))
-            table.add_row(*cells, f"[{COLOURS[f.outcome]}]{f.outcome}[/]")
-        yield table
-        for remark in self.remarks():
-            yield f"[dim]· {escape(remark)}[/]"
-        for mark, found in (("[yellow]![/]", self.warnings), ("[red]✗[/]", self.failures)):
-            yield from (f"{mark} {escape(f.line)}" for f in found)
-        yield self.summary
+        return terminal.coloured(self)
 
     def __str__(self) -> str:
         """The table in plain text."""
-        rows = [tuple(COLUMNS), *((f.law, f.subject, f.measured, f.expected, f.outcome) for f in self.findings)]
-        cells = list(zip(*rows, strict=True))
-        widths = [min(most, max(map(len, column))) for most, column in zip(COLUMNS.values(), cells, strict=True)]
-        lines = [line for row in rows for line in _wrapped(row, widths)]
-        lines.insert(1, "  ".join("-" * width for width in widths))
-        below = [f"· {remark}" for remark in self.remarks()]
-        for mark, found in (("!", self.warnings), ("✗", self.failures)):
-            below += [f"{mark} {f.line}" for f in found]
-        folded = [textwrap.fill(text, 120, subsequent_indent="  ", break_on_hyphens=False) for text in below]
-        return "\n".join([self.title, *lines, *folded, self.summary]) + "\n"
+        from earnest_audit.frontends import terminal
 
-
-def _wrapped(row: Sequence[str], widths: Sequence[int]) -> Iterator[str]:
-    """A row of the plain table, on as many lines as its longest cell needs."""
-    cells = [textwrap.wrap(cell, width) or [""] for cell, width in zip(row, widths, strict=True)]
-    for parts in zip_longest(*cells, fillvalue=""):
-        yield "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
-
-
-def show(verdict: Verdict) -> None:
-    """Print it: in colour where rich is installed, else in plain text."""
-    try:
-        from rich.console import Console
-    except ImportError:
-        print(verdict, end="")
-    else:
-        Console().print(verdict)
+        return terminal.plain(self)
 
 
 def judged(

@@ -23,8 +23,10 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 from earnest_audit.errors import EarnestError, nearest
+from earnest_audit.frontends.pages import page
 from earnest_audit.frontends.reports import FORMATS
-from earnest_audit.verdict import Verdict, show
+from earnest_audit.frontends.terminal import show
+from earnest_audit.verdict import Verdict
 from earnest_audit.version import __version__
 
 
@@ -138,6 +140,6 @@ def _laws(codes: Sequence[str], as_json: bool) -> str:
         rows = [{"code": law.code, "name": law.name, "tier": law.tier, "sentence": law.sentence} for law in chosen]
         return json.dumps(rows, indent=1, ensure_ascii=False)
     if codes:
-        return "\n\n".join(law.page() for law in chosen)
+        return "\n\n".join(page(law) for law in chosen)
     width = max(len(law.code) for law in chosen)
     return "\n".join(f"{law.code:<{width}}  {law.tier:<7}  {law.sentence}" for law in chosen)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.edits import next_of
-from earnest_audit.first_edition import renamed
+from earnest_audit.frontends.first_edition import renamed
 from earnest_audit.measure import Batch, Reading
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe

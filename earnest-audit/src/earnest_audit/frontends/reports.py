@@ -14,8 +14,10 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
+from earnest_audit.frontends.pages import page
+from earnest_audit.frontends.terminal import COLUMNS
 from earnest_audit.places import parts
-from earnest_audit.verdict import COLUMNS, Finding, Verdict
+from earnest_audit.verdict import Finding, Verdict
 from earnest_audit.version import __version__
 
 HOME = "https://pypi.org/project/earnest-audit/"
@@ -99,7 +101,7 @@ def _rules(codes: Sequence[str]) -> list[dict[str, Any]]:
         if (law := laws.get(code)) is not None:
             rule |= {"name": law.name, "shortDescription": {"text": law.sentence}}
             rule["defaultConfiguration"]["level"] = "error" if law.tier == "core" else "warning"
-            rule["help"] = {"text": law.sentence, "markdown": law.page()}
+            rule["help"] = {"text": law.sentence, "markdown": page(law)}
         else:
             rule["shortDescription"] = {"text": f"The check {code}."}
         rules.append(rule)

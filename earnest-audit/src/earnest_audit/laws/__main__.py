@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from earnest_audit.frontends.pages import page
 from earnest_audit.laws import LAWS
 from earnest_audit.subjects import LAWS as SUBJECTS
 
@@ -19,7 +20,7 @@ def table() -> str:
 
 
 def pages() -> str:
-    return "\n\n".join(law.page() for law in ALL)
+    return "\n\n".join(page(law) for law in ALL)
 
 
 if __name__ == "__main__":
