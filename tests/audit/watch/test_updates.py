@@ -76,6 +76,33 @@ def test_what_is_unfrozen_later_has_to_be_given_to_the_optimizer(given: bool) ->
     assert failed(run(model, optimizer, before=unfreeze)) == (set() if given else {"the optimizer's parameters"})
 
 
+@pytest.mark.parametrize("part", ["all but one layer", "all", "replaced"])
+def test_what_the_optimizer_leaves_out_is_missing(part: str) -> None:
+    """Four looks are enough, although the optimizer owns a part of the model."""
+    model = Tiny(0)
+    given = [p for n, p in model.named_parameters() if part != "all but one layer" or not n.startswith("out.")]
+    optimizer = torch.optim.AdamW(given, lr=1e-3)
+    if part == "replaced":
+        model.out = copy.deepcopy(model.out)
+    verdict = run(model, optimizer, 6)
+    assert failed(verdict) == (set() if part == "all" else {"the optimizer's parameters"}), str(verdict)
+    (row,) = [f for f in verdict.findings if f.subject == "the optimizer's parameters"]
+    assert part == "all" or (row.measured.startswith("2 with") and "out.weight, out.bias" in row.meaning)
+
+
+@pytest.mark.parametrize("kind", ["steps rarely", "owns copies with more digits"])
+def test_what_another_optimizer_of_the_process_may_own_is_given_time(kind: str) -> None:
+    model = Tiny(0)
+    dtype = torch.float32 if kind == "steps rarely" else torch.bfloat16
+    theirs = [p for n, p in model.to(dtype).named_parameters() if n.startswith("out.")]
+    mine = [p for n, p in model.named_parameters() if not n.startswith("out.")]
+    other = torch.optim.SGD([p if dtype == torch.float32 else p.detach().float() for p in theirs], lr=0.1)
+    verdict = run(model, torch.optim.SGD(mine, lr=0.1), 6, dtype=dtype)
+    (row,) = [f for f in verdict.findings if f.subject == "the optimizer's parameters"]
+    assert verdict.holds and row.outcome == "not applicable" and other, str(verdict)
+    assert failed(run(model, torch.optim.SGD(mine, lr=0.1), 24, dtype=dtype)) == {"the optimizer's parameters"}
+
+
 def test_what_another_optimizer_moves_is_no_stray() -> None:
     model = Tiny(0)
     mine, theirs = ([p for n, p in model.named_parameters() if n.startswith("out") == out] for out in (True, False))

@@ -3,6 +3,7 @@ the logged norm, learning rates."""
 
 from __future__ import annotations
 
+import gc
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -144,7 +145,8 @@ class Mode:
         few = self.off.row < (ENOUGH if ended else MANY)  # during a run it may still be undone
         if few or not (drops or self._norms):
             return
-        what = f"{len(drops)} dropouts" if drops else f"{len(self._norms)} batch norms"
+        many, kind = (len(drops), "dropout") if drops else (len(self._norms), "batch norm")
+        what = f"{many} {kind}{'s' * (many != 1)}"
         lost = bool(self.off.good and drops and not self.may_leave)
         yield Finding(
             "GL", "training mode",
@@ -289,6 +291,12 @@ def hooked(optimizer: Any) -> Any:
     ):
         optimizer = inner
     return optimizer
+
+
+def owned() -> list[Tensor]:
+    """The parameters of every optimizer that exists in this process."""
+    optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
+    return [p for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]]
 
 
 def at_gradients(act: Callable[[], None], args: Any, kwargs: Any) -> Any:

@@ -342,18 +342,31 @@ class Watch:
         )  # fmt: skip
 
     def _owned(self) -> Finding:
-        """Parameters with a gradient that the optimizer does not own and that never change. If the optimizer owns no
-        parameter of the model, fewer steps are enough to be sure."""
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
-        none = not any(id(p) in self._rates.now for p in named.values())
-        strays = [n for n in named if n in self._seen and self._seen[n].stray.row >= (ENOUGH if none else MANY)]
+        """Parameters with a gradient that the optimizer does not own and that stay constant. ENOUGH looks are sure if
+        no optimizer of the process has them; if one has, it may step rarely, and MANY looks decide."""
+        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad and n in self._seen}
+        still = [n for n in named if self._seen[n].stray.row >= ENOUGH]
+        late = self._elsewhere({n: named[n] for n in still if self._seen[n].stray.row < MANY})
+        strays = [n for n in still if n not in late]
+        measured = f"{len(strays)} with a gradient are missing, and stay constant"
+        waits = f"{len(late)} with a gradient stayed constant up to now; another optimizer may own them"
         return judged(
-            "GL", "the optimizer's parameters", f"{len(strays)} with a gradient are missing, and stay constant", "0",
-            not strays,
-            f"{some(strays)} get a gradient and no optimizer moves them: they were unfrozen, or put in another's place,"
-            " after the optimizer was made, or it was made for a copy of the model. Several optimizers are given as a "
-            "list.",
+            "GL", "the optimizer's parameters", waits if late and not strays else measured, "0",
+            "not applicable" if late and not strays else not strays,
+            f"{some(strays or late)} get a gradient and no optimizer moves them: they were left out of the optimizer, "
+            "were unfrozen or put in another's place after it was made, or it was made for a copy of the model. Add "
+            "them to it; several optimizers are given as a list; requires_grad_(False) freezes what is meant to stay.",
         )  # fmt: skip
+
+    def _elsewhere(self, strays: Mapping[str, Tensor]) -> list[str]:
+        """Those that another optimizer of the process owns, or may own a copy of with more digits. If the watched
+        optimizer owns nothing of this model, it was made for another one, and there is no such copy."""
+        mine = {id(q) for q in self.model.parameters()}
+        if not strays or not mine & set(self._rates.now):
+            return []
+        owned = {id(q): q for q in monitors.owned()}
+        widest = max((q.element_size() for i, q in owned.items() if i not in mine), default=0)
+        return [n for n, p in strays.items() if id(p) in owned or p.element_size() < widest]
 
 
 watch = Watch
