@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 
 from earnest_audit import Verdict, WatchWarning, watch
 from earnest_audit.limits import ENOUGH, MANY
+from earnest_audit.watching.signals import KNOWN
 from earnest_audit.watching.watcher import Watch
 from tests.audit.steps import Tiny, sft_loss, sft_step
 
@@ -415,7 +417,8 @@ def test_right_loops_keep_their_mode() -> None:
 @pytest.mark.parametrize(
     ("model", "at", "outcome"),
     [
-        (Mixed(), 0, "not declared"),  # from the start, by intention or not
+        (Mixed(), 0, "warns"),  # from the start, by intention or not
+        (Mixed(0.0, norm=True), 0, "not declared"),
         (Mixed(0.0, norm=True), 5, "not declared"),  # batch norms are frozen so
         (Mixed(0.0), 5, None),  # nothing that the mode changes
         (Tiny(0), 5, None),
@@ -425,11 +428,32 @@ def test_what_may_be_meant_is_only_reported(model: nn.Module, at: int, outcome: 
     verdict = moded(model, lambda n: model.eval() if n == at else None, 40)
     found = row(verdict, "training mode")
     assert verdict.holds and (found.outcome if found else None) == outcome, str(verdict)
+    assert found is None or found.measured.endswith(f": 1 {'dropout' if outcome == 'warns' else 'batch norm'}")
 
 
 def test_a_mode_may_be_left_by_declaration() -> None:
     model = Mixed()
-    assert moded(model, lambda n: model.eval() if n == 5 else None, 40, may_eval=True).holds
+    for at in (0, 5):
+        verdict = moded(model.train(), lambda n, at=at: model.eval() if n == at else None, 40, may_eval=True)  # type: ignore[misc]
+        assert verdict.holds and row(verdict, "training mode") is None
+
+
+def test_a_warning_points_at_the_line_of_the_user() -> None:
+    model = Tiny(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-30)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", WatchWarning)
+        with watch(model, optimizer, every=1) as w:
+            for number in range(6):
+                backward(model, w, number)
+                optimizer.step()
+                optimizer.zero_grad()
+    line = test_a_warning_points_at_the_line_of_the_user.__code__.co_firstlineno + 8
+    assert [(Path(x.filename).name, x.lineno) for x in said] == [("test_training.py", line)]
+
+
+def test_the_help_of_a_step_lists_every_signal() -> None:
+    assert all(f"``{name}``" in str(Watch.step.__doc__) for name in KNOWN)
 
 
 @pytest.mark.parametrize("kind", ["a rollout in eval", "an average is swapped in", "a critic first", "several epochs"])

@@ -143,20 +143,21 @@ class Mode:
     def findings(self, ended: bool) -> Iterator[Finding]:
         drops = [m for m in self._drops if getattr(m, "p", 0.0) > 0]
         few = self.off.row < (ENOUGH if ended else MANY)  # during a run it may still be undone
-        if few or not (drops or self._norms):
+        if few or self.may_leave or not (drops or self._norms):
             return
         many, kind = (len(drops), "dropout") if drops else (len(self._norms), "batch norm")
         what = f"{many} {kind}{'s' * (many != 1)}"
-        lost = bool(self.off.good and drops and not self.may_leave)
+        lost, never = bool(self.off.good and drops), bool(not self.off.good and drops)
         yield Finding(
             "GL", "training mode",
             f"off in the last {self.off.row} updates, on in {self.off.good} before: {what}" if self.off.good
             else f"off in all {self.off.row} updates: {what}",
-            "on", "fails" if lost else "not declared",
+            "on", "fails" if lost else "warns" if never else "not declared",
             "The model was in training mode and is not any more: an evaluation called model.eval(), without "
             "model.train() after it. Where that is meant: watch(…, may_eval=True)." if lost
-            else "Whether that is meant only you know: batch norms are frozen so, and from_pretrained hands models "
-            "over so.",
+            else "The model was never in training mode: from_pretrained hands models over so, and model.train() is "
+            "missing. Where it is meant to train without dropout: watch(…, may_eval=True)." if never
+            else "Batch norms are frozen so; whether that is meant only you know.",
         )  # fmt: skip
 
 

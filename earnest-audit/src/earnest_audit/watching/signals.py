@@ -82,18 +82,7 @@ class Signals:
     all_supervised: bool = False  # prompts are meant to be supervised too
 
     def look(self, signals: Mapping[str, object], due: bool) -> None:
-        """Count one batch if it is due.
-
-        ``mask``        1 where the loss is taken [B, T]
-        ``attention``   1 on real tokens [B, T]
-        ``advantages``  [B] or [B, T]
-        ``group``       which prompt a row belongs to [B]
-        ``logprobs``    the trainer's [B, T]
-        ``behaviour``   the sampler's [B, T]
-        ``stale``       updates since sampling, 0 by default
-        ``truncated``   answers that hit the length limit [B]
-        ``ends``        1 where the token that ends a supervised answer is supervised [N]
-        """
+        """Count one batch if it is due; ``Watch.step`` explains the signals."""
         for name in signals:
             if name not in KNOWN:
                 raise StepError(f"unknown signal {name!r}: {nearest(name, KNOWN)}")

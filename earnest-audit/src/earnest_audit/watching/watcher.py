@@ -31,7 +31,7 @@ from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
 from earnest_audit.limits import ENOUGH, MANY
 from earnest_audit.measure import is_number, number
-from earnest_audit.places import caller
+from earnest_audit.places import caller, parts
 from earnest_audit.together import Together
 from earnest_audit.verdict import Finding, Verdict, judged
 from earnest_audit.watching import monitors
@@ -40,6 +40,7 @@ from earnest_audit.watching.signals import Signals
 
 MOVES = ("kl", "entropy")  # metrics that cannot stay constant while a policy learns; more are declared
 TERMS_EVERY = 100  # updates between two measurements of the terms, for each term: it costs a backward, ⅔ of a step
+OWNED = "the optimizer's parameters"
 
 WATCHED: list[list[Watch]] = []
 """Each receives every watch that begins; `earnest audit SCRIPT.py` collects them here."""
@@ -47,6 +48,15 @@ WATCHED: list[list[Watch]] = []
 
 class WatchWarning(UserWarning):
     """The watch found a broken law during a run."""
+
+
+def warn(text: str) -> None:
+    """A ``WatchWarning`` at the user's line, however deep in this package or in a library it is found."""
+    file, line = parts(caller())
+    if file:
+        warnings.warn_explicit(text, WatchWarning, file, line)
+    else:
+        warnings.warn(text, WatchWarning, stacklevel=3)
 
 
 def _reentrant(loss: Tensor) -> bool:
@@ -82,6 +92,7 @@ class _Parameter:
 class Watch:
     """Watch a bare training loop; see the module's example. Several optimizers: a list, in the order of their steps.
 
+    ``every``            every how many updates it looks, after the first four
     ``moves``            further metrics that have to move
     ``may_idle``         patterns of parameters that may go without a gradient (experts)
     ``all_supervised``   prompts are meant to be supervised too (pre-training)
@@ -99,6 +110,7 @@ class Watch:
         self.optimizer = Together(*map(hooked, optimizer)) if isinstance(optimizer, Sequence) else hooked(optimizer)
         self.updates = self.looks = 0
         self.place = ""  # the user's line that began it
+        self.outside = False  # begun by a front-end: the user has no `w` to declare anything with
         self._seen = {n: _Parameter() for n, p in model.named_parameters() if p.requires_grad}
         self._metrics: dict[str, tuple[float, Streak]] = {}  # the last value, and how often it was that of before
         self._shares: dict[str, list[float]] = {}
@@ -137,7 +149,7 @@ class Watch:
             return
         if any(_reentrant(loss) for loss in losses.values()):
             text = "terms: reentrant checkpointing hides a term's own gradient, so their shares are not watched; "
-            warnings.warn(WatchWarning(text + "use_reentrant=False shows it."), stacklevel=2)
+            warn(text + "use_reentrant=False shows it.")
             self._terms_at = sys.maxsize
             return
         parameters = [p for p in self.model.parameters() if p.requires_grad]
@@ -155,7 +167,19 @@ class Watch:
     def step(
         self, loss: Tensor | float | None = None, metrics: Mapping[str, Any] | None = None, **signals: Any
     ) -> None:
-        """What this update logged and was made from; ``signals.py`` lists the signals."""
+        """What this update logged and was made from. ``metrics``: what is logged, with a ``grad_norm`` among them; a
+        constant ``kl`` or ``entropy`` fails. The signals, each optional:
+
+        ``mask``        1 where the loss is taken [B, T]
+        ``attention``   1 on real tokens [B, T]
+        ``advantages``  [B] or [B, T]
+        ``group``       which prompt a row belongs to [B]
+        ``logprobs``    the trainer's [B, T]
+        ``behaviour``   the sampler's [B, T]
+        ``stale``       updates since sampling, 0 by default
+        ``truncated``   answers that hit the length limit [B]
+        ``ends``        1 where the token that ends a supervised answer is supervised [N]
+        """
         values = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
         norms = (number(v) for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm" and is_number(v))
         self._norm.logged = next(norms, None)
@@ -258,7 +282,7 @@ class Watch:
             key = (finding.law, finding.subject, "no longer" in finding.measured)
             if finding.outcome == "fails" and key not in self._warned:
                 self._warned.add(key)
-                warnings.warn(str(finding), WatchWarning, stacklevel=4)
+                warn(str(finding))
 
     def verdict(self) -> Verdict:
         """Everything that was watched, up to now."""
@@ -267,8 +291,18 @@ class Watch:
     def _rows(self) -> Iterator[Finding]:
         yield from self._steps.findings(self.updates, self.looks)
         trained = self._steps.gradients and self.updates
-        for row in self._findings():  # of a run without an update nothing holds: it was not trained
-            yield row if trained or row.outcome != "holds" else replace(row, outcome="not applicable")
+        missing: list[str] = []
+        for row in self._findings():
+            if self.outside and row.outcome == "not declared" and row.meaning.startswith("Declare "):
+                missing.append(row.subject)
+            else:  # of a run without an update nothing holds: it was not trained
+                yield row if trained or row.outcome != "holds" else replace(row, outcome="not applicable")
+        if missing:
+            yield Finding(
+                "AUDIT", "what the loop knows of its batches", "not checked", "-", "not declared",
+                f"Not seen from outside the loop: {', '.join(missing)}. In a loop of your own, "
+                "`with watch(model, optimizer) as w:` checks them; it receives them by w.terms(…) and w.step(…).",
+            )  # fmt: skip
 
     def _findings(self) -> Iterator[Finding]:
         yield from self._broken.values()
@@ -351,7 +385,7 @@ class Watch:
         measured = f"{len(strays)} with a gradient are missing, and stay constant"
         waits = f"{len(late)} with a gradient stayed constant up to now; another optimizer may own them"
         return judged(
-            "GL", "the optimizer's parameters", waits if late and not strays else measured, "0",
+            "GL", OWNED, waits if late and not strays else measured, "0",
             "not applicable" if late and not strays else not strays,
             f"{some(strays or late)} get a gradient and no optimizer moves them: they were left out of the optimizer, "
             "were unfrozen or put in another's place after it was made, or it was made for a copy of the model. Add "
