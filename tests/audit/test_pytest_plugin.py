@@ -168,3 +168,32 @@ def test_the_report_of_a_run_lists_warnings(tmp_path: Path, word: str, code: int
     assert found == code, text
     assert ("warning: " in report) == (code == 0) and "IG on context in ids (ids)" in report
     assert ("1 hold (1 with warnings)" if code == 0 else "1 break a law, 0 hold,") in report
+
+
+IDLE = """
+import pytest
+
+@pytest.mark.audit
+def test_nothing():
+    pass
+
+@pytest.mark.audit
+def test_one_tensor():
+    import torch
+    p = torch.ones(2, requires_grad=True)
+    torch.optim.SGD([p], lr=0.1).step()
+
+def test_fixture(audit_step):
+    from earnest_audit import Verdict
+    import earnest_audit
+    earnest_audit.audit = lambda *_: Verdict(())
+    audit_step(None)
+"""
+
+
+def test_a_marked_test_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
+    found, text, code = outcomes(tmp_path, tests=IDLE, errors=False)
+    assert code == 1 and set(found.values()) == {"FAILED"}, text
+    assert text.count("this test made no Trainer, stepped no optimizer of a module and called no audit(") >= 2
+    assert "broken law" not in text and text.count("declare more of the step") == 0
+    assert "the audit checked nothing. Declare more of the step." in text

@@ -57,22 +57,24 @@ def audit_step() -> Callable[..., Verdict]:
         from earnest_audit import audit
 
         verdict = audit(*subject, **options)
-        _judge(verdict, strict)
+        _judge(verdict, strict, "Declare more of the step.")
         return verdict
 
     return audited
 
 
-def _judge(verdict: Verdict, strict: bool) -> None:
-    """Fail the test where a law is broken; else its warnings are shown in pytest's summary."""
+def _judge(verdict: Verdict, strict: bool, hint: str) -> None:
+    """Fail the test where a law is broken or nothing was checked; else its warnings are shown in pytest's summary."""
     import warnings
 
     verdict = verdict.strict() if strict else verdict
     for f in verdict.warnings:
         warnings.warn(pytest.PytestWarning(f"the audit warns: {_line(f)}"), stacklevel=3)
+    if verdict.failures:
+        pytest.fail("the audit found a broken law:\n" + "\n".join(map(_line, verdict.failures)), pytrace=False)
     if not verdict.holds:
-        lines = [_line(f) for f in verdict.failures] or ["nothing was checked: declare more of the step."]
-        pytest.fail("the audit found a broken law:\n" + "\n".join(lines), pytrace=False)
+        rows = "".join(f"\n{f.subject}: {f.measured} ({f.outcome})" for f in verdict.findings)
+        pytest.fail(f"the audit checked nothing. {hint}{rows}", pytrace=False)
 
 
 def _line(finding: Finding) -> str:
@@ -116,7 +118,10 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     options = {"quick": False, "strict": False, **mark.kwargs}
     with _watching(options["quick"]) as watched:
         result = yield
-    _judge(watched.verdict(), options["strict"])
+    verdict = watched.verdict()
+    few = "What trains in this test was watched, and nothing could be judged."
+    none = "@pytest.mark.audit: this test made no Trainer, stepped no optimizer of a module and called no audit(…)."
+    _judge(verdict, options["strict"], few if verdict.findings else none)
     return result
 
 
