@@ -225,9 +225,32 @@ def test_a_report_that_cannot_be_written_is_refused_before_the_script_runs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     place = script(tmp_path, "raise SystemExit(9)")
-    for path in (tmp_path, place / "report.xml"):
+    for path in (tmp_path, place / "report.xml", Path("/proc/x/report.xml")):
         assert main([str(place), "--junit", str(path)]) == 2
         assert f"--junit: {path} cannot be written" in capsys.readouterr().err
+
+
+def test_a_report_that_could_not_be_written_costs_no_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script itself puts a file where the report's folder has to be."""
+    spoil = f"open({str(tmp_path / 'r')!r}, 'w').close()\n"
+    for test, code in (("right", 0), ("broken", 1)):
+        path = script(tmp_path, spoil + f"from tests.audit.test_command import {test}; {test}()")
+        assert main([str(path), "--sarif", str(tmp_path / "r/s.sarif"), "--json"]) == code
+        out, err = capsys.readouterr()
+        assert json.loads(out)["holds"] == (code == 0)
+        assert "--sarif: " in err and "s.sarif was not written (" in err and "Traceback" not in err
+        (tmp_path / "r").unlink()
+
+
+def test_ctrl_c_reports_what_was_checked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, file = script(tmp_path, LOOP + "raise KeyboardInterrupt\n"), tmp_path / "verdict.md"
+    assert main([str(path), "--json", "--markdown", str(file)]) == 130
+    found = json.loads(capsys.readouterr().out)
+    assert found["title"].startswith("interrupted") and found["counts"]["holds"] >= 4
+    assert "interrupted" in file.read_text(encoding="utf-8").splitlines()[0]
+    assert main([str(script(tmp_path, "raise KeyboardInterrupt"))]) == 130
 
 
 def test_the_laws_are_listed_and_explained(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 from earnest.cli import main
 from earnest_audit.executor import PROGRESS
 from earnest_audit.frontends.script import ScriptError, audit_script
-from earnest_audit.watching.watcher import WATCHED
+from earnest_audit.watching.watcher import OWNED, WATCHED
 
 STEP = """
 import sys
@@ -78,7 +78,7 @@ def test_a_broken_one_exits_with_1_and_says_why(tmp_path: Path, capsys: pytest.C
 
 @pytest.mark.integration
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
-def test_a_trainer_is_found(tmp_path: Path) -> None:
+def test_a_trainer_is_found(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import Trainer
 
     own = Trainer.__init__
@@ -86,6 +86,9 @@ def test_a_trainer_is_found(tmp_path: Path) -> None:
     assert verdict.holds, str(verdict)
     assert {"MI", "GL", "IG"} <= {f.law for f in verdict.findings if f.outcome == "holds"}
     assert Trainer.__init__ is own
+    assert capsys.readouterr().err.count("`.verdict()` has the rows.") == 1, "one line at the end of training"
+    asked = [f.meaning for f in verdict.findings if "Declare" in f.meaning]
+    assert asked and all(text.startswith("Of a Trainer this is not known. In audit(Step(…)): ") for text in asked)
 
 
 @pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
@@ -253,3 +256,73 @@ def test_what_is_not_audited_by_this_name_has_a_way_out(
     with pytest.raises(SystemExit) as end:
         main(["audit", word])
     assert end.value.code == 2 and sentence in capsys.readouterr().err
+
+
+REPLACED = """
+import torch
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.head = nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
+
+def main():
+    torch.manual_seed(0)
+    model = Model()
+    early = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model.head = nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2) if {late} else early
+    for _ in range(12):
+        model(torch.randn(4, 3)).square().mean().backward()
+        optimizer.step()
+        model.zero_grad()
+
+main()
+"""
+
+
+@pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
+@pytest.mark.parametrize("late", [True, False])
+def test_a_layer_that_is_replaced_after_the_optimizer_was_made(late: bool, tmp_path: Path) -> None:
+    """What the optimizer owns is watched, and the new layer is reported although its model is gone at the end."""
+    verdict = audit_script(script(tmp_path, REPLACED.format(late=late)))
+    assert verdict.holds == late, str(verdict)
+    assert late or [f.subject for f in verdict.failures] == [OWNED, "parameters without an optimizer"]
+    assert late or "Model.head.weight, Model.head.bias" in verdict.failures[-1].meaning
+    (own,) = [f for f in verdict.findings if f.subject.endswith("trainable parameters")]
+    assert own.subject.startswith("6") and own.outcome == "holds"
+
+
+@pytest.mark.filterwarnings("ignore::earnest_audit.WatchWarning")
+def test_an_optimizer_of_two_models_is_watched(tmp_path: Path) -> None:
+    """No module has all of its parameters."""
+    text = """
+import torch
+one, two = torch.nn.Linear(3, 4), torch.nn.Linear(4, 1)
+optimizer = torch.optim.AdamW([*one.parameters(), *two.parameters()], lr={rate}, weight_decay=0.0)
+for _ in range(6):
+    two(one(torch.randn(4, 3))).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+    assert audit_script(script(tmp_path, text.format(rate=1e-2))).holds
+    found = audit_script(script(tmp_path, text.format(rate=1e-30)))
+    assert [f.subject for f in found.failures] == ["the parameters' bits"] and "4 param" in found.failures[0].measured
+
+
+def test_optimizers_that_own_no_module_are_not_said_to_be_missing(tmp_path: Path) -> None:
+    text = "import torch\np = torch.ones(2, requires_grad=True)\ntorch.optim.SGD([p], lr=0.1).step()"
+    with pytest.raises(ScriptError, match="the optimizers that stepped own no module's parameter"):
+        audit_script(script(tmp_path, text))
+
+
+def test_a_watched_script_asks_for_nothing_that_it_cannot_give(tmp_path: Path) -> None:
+    """There is no `w` in it, so one row says what is not seen."""
+    text = str(audit_script(script(tmp_path, BARE.format(rate="1e-3"))))
+    assert "Declare" not in text and "Not seen from outside the loop: terms, supervised share" in text
+    text = str(audit_script(script(tmp_path, LOOP.format(rate="1e-3"))))
+    assert "Declare w.terms(" in text and "Not seen from outside" not in text

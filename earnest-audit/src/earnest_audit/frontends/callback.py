@@ -11,9 +11,9 @@ An audit or a watch that cannot be made warns and lets the run go on, unless ``s
 from __future__ import annotations
 
 import sys
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from earnest_audit.restore import restored, seeded, without_dropout
 from earnest_audit.step import StepError
 from earnest_audit.verdict import Finding, LawBroken, Verdict, judged, unchecked
 from earnest_audit.watching.monitors import hooked
-from earnest_audit.watching.watcher import Watch, WatchWarning
+from earnest_audit.watching.watcher import Watch, WatchWarning, warn
 
 
 class AuditCallback(TrainerCallback):
@@ -68,6 +68,8 @@ class AuditCallback(TrainerCallback):
             vars(self._trainer).pop("compute_loss", None)
         if self.watch is not None:
             self.watch.__exit__(None, None, None)
+        if getattr(state, "is_world_process_zero", True):
+            print(f"AuditCallback: {self.verdict().summary}. `.verdict()` has the rows.", file=sys.stderr)
 
     def _compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -82,6 +84,7 @@ class AuditCallback(TrainerCallback):
                     if self.watch is None:
                         idle = EXPERTS if routes(model) else ()
                         self.watch = Watch(model, self._trainer.optimizer, every=self.every, may_idle=idle)
+                        self.watch.outside = True
                         self.watch.__enter__()
                     self.watch.step(**self._signals(inputs))
         return self._own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
@@ -104,7 +107,7 @@ class AuditCallback(TrainerCallback):
                 self._watches = False
                 if self.watch is not None:
                     self.watch.__exit__(type(error), error, None)
-            warnings.warn(f"the {what} {row.measured}; the run goes on without it.", WatchWarning, stacklevel=4)
+            warn(f"the {what} {row.measured}; the run goes on without it.")
 
     def _postponed(self, inputs: Any) -> bool:
         """A batch whose advantages are all 0 has no gradient, legitimately; the next one may have. After MANY such
@@ -120,13 +123,20 @@ class AuditCallback(TrainerCallback):
         intended = False if asks_for_a_mask(trainer, inputs) else self.all_supervised
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
-            verdict = audit(step, quick=self.quick)
+            listeners, LISTENERS[:] = [*LISTENERS], []  # they hear the whole verdict below
+            try:
+                verdict = audit(step, quick=self.quick)
+            finally:
+                LISTENERS[:] = listeners
             rows = (*self._counted(model, inputs, items), *self._dropped(model, fresh(inputs), items))
             verdict += Verdict(rows)
+        verdict = replace(verdict, findings=tuple(map(_of_a_trainer, verdict.findings)))
+        for tell in LISTENERS:
+            tell(verdict)
         if self.stop:
             verdict.raise_if_failed()
         for f in (*verdict.failures, *verdict.warnings):
-            warnings.warn(str(f), WatchWarning, stacklevel=3)
+            warn(str(f))
         return verdict
 
     def _counted(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:
@@ -186,6 +196,13 @@ class AuditCallback(TrainerCallback):
         if given["behaviour"] is not None:  # beside the trainer's, at the time of sampling
             given["logprobs"] = inputs.get("old_per_token_logps")
         return {name: value for name, value in given.items() if isinstance(value, Tensor)}
+
+
+def _of_a_trainer(row: Finding) -> Finding:
+    """In a row that asks for a declaration: where it is made, because a trainer takes none."""
+    if row.outcome != "not declared" or not row.meaning.startswith("Declare "):
+        return row
+    return replace(row, meaning=f"Of a Trainer this is not known. In audit(Step(…)): {row.meaning}")
 
 
 def _calling_trainer() -> Any:

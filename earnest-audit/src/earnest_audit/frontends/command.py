@@ -8,7 +8,7 @@ script are passed to it, and so is everything after `--`.
 
 Exit codes: 0 no law is broken (rows may warn) · 1 a law is broken, with --strict also where a row warns, or nothing was
 checked · 2 the command is wrong, nothing in the script trained, or it raised or ended with an error before a law was
-broken · 130 Ctrl-C.
+broken · 130 Ctrl-C; what was checked until then is reported.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ import difflib
 import json
 import os
 import sys
+import tempfile
 from collections.abc import Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from earnest_audit.errors import EarnestError, nearest
@@ -56,7 +57,10 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
+        if (found := getattr(stop, "verdict", None)) is not None:
+            with suppress(KeyboardInterrupt):  # the second one
+                report(found, as_json=options.json, files=files)
         return 130
 
 
@@ -108,8 +112,15 @@ def require_writable(files: dict[str, Path | None]) -> None:
         if path is None:
             continue
         folder = next(parent for parent in path.absolute().parents if parent.exists())
-        if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK | os.X_OK):
-            raise EarnestError(f"--{name}: {path} cannot be written; give the path of a file in a folder of yours.")
+        try:
+            if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+                raise OSError
+            with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell: /proc, a disk that is full
+                pass
+        except OSError as error:
+            raise EarnestError(
+                f"--{name}: {path} cannot be written; give the path of a file in a folder of yours."
+            ) from error
 
 
 def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) -> int:
@@ -117,8 +128,11 @@ def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) ->
     for name, path in files.items():
         if path is not None:
             _, text = FORMATS[name]
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text(verdict), encoding="utf-8")
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_text(text(verdict), encoding="utf-8")
+            except OSError as error:
+                print(f"earnest-audit: --{name}: {path} was not written ({error.strerror}).", file=sys.stderr)
     if as_json:
         print(json.dumps(verdict.to_dict(), indent=1))
     else:

@@ -35,7 +35,7 @@ from earnest_audit.places import caller
 from earnest_audit.restore import replaced
 from earnest_audit.verdict import Finding, LawBroken, Verdict
 from earnest_audit.watching.monitors import entries
-from earnest_audit.watching.watcher import WATCHED, Watch
+from earnest_audit.watching.watcher import OWNED, WATCHED, Watch
 
 TRAINER = "transformers.trainer"
 PASTE = """\
@@ -53,6 +53,14 @@ class ScriptError(EarnestError):
     """A script cannot be audited."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C, with the verdict of what was checked until then."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__()
+        self.verdict = verdict
+
+
 def audit_script(
     path: Path, arguments: Sequence[str] = (), *, quick: bool = False, strict: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -64,18 +72,27 @@ def audit_script(
     with trained(quick, progress) as found, replaced(sys, typed):  # as if `python SCRIPT.py ARGUMENTS` had been typed
         try:
             runpy.run_path(str(path), run_name="__main__")
+        except KeyboardInterrupt as error:
+            title = "interrupted: what was checked until then"
+            raise Interrupted(replace(_judged(found, path, strict), title=title)) from error
         except (Exception, SystemExit) as error:
             _judge_what_ran(path, error, found.verdict().strict() if strict else found.verdict())
-    verdict = (found.verdict().strict() if strict else found.verdict()).at(f"{path.as_posix()}:1")
+    verdict = _judged(found, path, strict)
     if not verdict.findings:
+        owned = "the optimizers that stepped own no module's parameter"
         raise ScriptError(
-            f"{path.name} ran, and made no transformers.Trainer, stepped no optimizer of a module and called no "
-            f"audit(Step(…)): nothing to judge. Where a loop trains in another way, put it under a watch:\n\n{PASTE}\n"
+            f"{path.name} ran, and made no transformers.Trainer, {owned if found.stepped else 'stepped no optimizer'} "
+            f"and it called no audit(Step(…)): nothing to judge. Where a loop trains in another way, put it under a "
+            f"watch:\n\n{PASTE}\n"
         )
     if found.audits:
         return verdict
     title = "the training script, watched only: the loss itself was not audited"
     return replace(verdict, findings=(*verdict.findings, ONLY_WATCHED), title=title)
+
+
+def _judged(found: Found, path: Path, strict: bool) -> Verdict:
+    return (found.verdict().strict() if strict else found.verdict()).at(f"{path.as_posix()}:1")
 
 
 def _judge_what_ran(path: Path, error: Exception | SystemExit, found: Verdict) -> None:
@@ -123,8 +140,17 @@ class Found:
         self._strays, self._seen = Strays(), set[int]()
 
     def verdict(self) -> Verdict:
-        strays = Verdict(tuple(self._strays.findings()))
-        return sum([*self.audits, *(w.verdict() for w in self.watches), strays], Verdict(()))
+        strays = tuple(self._strays.findings())
+        found = sum([*self.audits, *(w.verdict() for w in self.watches)], Verdict(()))
+        if strays:  # "0 are missing" is then true of a part of the model only
+            rows = (f for f in found.findings if f.subject != OWNED or f.outcome != "holds")
+            found = replace(found, findings=tuple(rows))
+        return found + Verdict(strays)
+
+    @property
+    def stepped(self) -> bool:
+        """Whether any optimizer did."""
+        return bool(self._seen)
 
     def at_step(self, optimizer: torch.optim.Optimizer, until: ExitStack) -> None:
         """Watch the optimizer from its first step on, with the module whose parameters it owns, unless a watch has it
@@ -140,7 +166,7 @@ class Found:
         if any(o is optimizer or optimizer in getattr(o, "members", ()) for o in known):
             return
         if (model := _owner(optimizer)) is not None:
-            until.enter_context(Watch(model, optimizer))
+            until.enter_context(Watch(model, optimizer)).outside = True
 
 
 @dataclass
@@ -149,6 +175,7 @@ class _Stray:
     value: Tensor
     gradient: Tensor
     partly: bool = False  # whether other parameters of its module are trained
+    owned: bool = False  # by an optimizer that stepped later
     looks: int = 0  # new gradients in a row after which the parameter had not changed
 
 
@@ -163,6 +190,7 @@ class Strays:
     def __init__(self) -> None:
         self.owned = WeakIdKeyDictionary()
         self.strays = WeakIdKeyDictionary()
+        self.found: list[_Stray] = []  # also of modules that are gone
         self.place = ""  # where the first optimizer stepped
 
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
@@ -170,6 +198,8 @@ class Strays:
         for group in optimizer.param_groups:
             for p in group["params"]:
                 self.owned[p] = True
+                if p in self.strays:
+                    self.strays[p].owned = True
         for module in sorted(_modules(), key=lambda m: -sum(1 for _ in m.parameters())):
             named = {n: p for n, p in module.named_parameters() if p.requires_grad}
             trained = any(p in self.owned for p in named.values())
@@ -178,6 +208,7 @@ class Strays:
                     continue
                 if p not in self.strays:
                     self.strays[p] = _Stray(f"{type(module).__name__}.{n}", entries(p).clone(), entries(p.grad).clone())
+                    self.found.append(self.strays[p])
                 self.strays[p].partly |= trained
 
     def look(self) -> None:
@@ -192,7 +223,7 @@ class Strays:
             stray.value = value
 
     def findings(self) -> Iterator[Finding]:
-        found = [s for p, s in self.strays.items() if p not in self.owned and s.looks >= ENOUGH]
+        found = [s for s in self.found if not s.owned and s.looks >= ENOUGH]
         for partly in (True, False):
             names = [s.name for s in found if s.partly == partly]
             if names:
@@ -264,17 +295,27 @@ class _AfterImport(MetaPathFinder):
         return spec
 
 
+class _Several(nn.ModuleList):
+    """Modules without a common parent, whose parameters one optimizer owns."""
+
+
 def _modules() -> list[nn.Module]:
-    """Every module that exists."""
-    return [m for m in gc.get_objects() if issubclass(type(m), nn.Module)]
+    """Every module that exists, without those made here."""
+    return [m for m in gc.get_objects() if issubclass(type(m), nn.Module) and not isinstance(m, _Several)]
 
 
 def _owner(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """The smallest module that has all of the optimizer's parameters."""
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    sizes: list[tuple[int, nn.Module]] = []
-    for module in _modules():
-        held = {id(p) for p in module.parameters()}
-        if owned and owned <= held:
-            sizes.append((len(held), module))
-    return min(sizes, key=lambda found: found[0])[1] if sizes else None
+    """The smallest module that has all of the optimizer's parameters, without those of layers that are gone; the fewest
+    such modules where no single one has them all."""
+    left = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    held = [(m, {id(p) for p in m.parameters()}) for m in _modules()]
+    chosen: list[nn.Module] = []
+    while found := [(module, has) for module, has in held if has & left]:
+        module, has = min(found, key=lambda pair: (-len(pair[1] & left), len(pair[1])))
+        chosen.append(module)
+        left -= has
+    if len(chosen) < 2:
+        return chosen[0] if chosen else None
+    several = _Several(chosen)
+    several.training = any(m.training for m in chosen)
+    return several
