@@ -1,7 +1,9 @@
 """``AuditCallback``: the laws on the first batch of a ``transformers.Trainer`` or a TRL trainer, then a watch.
 
-    trainer = SFTTrainer(..., callbacks=[AuditCallback()])
+    callback = AuditCallback()
+    trainer = SFTTrainer(..., callbacks=[callback])
     trainer.train()
+    print(callback.verdict())
 
 The audit runs inside the first training step, before any update, through the trainer's own ``compute_loss``; the model,
 the optimizer, the random generators and the trainer's counters are bit-equal afterwards, so the run is the same run.
@@ -33,7 +35,8 @@ from earnest_audit.watching.watcher import Watch, WatchWarning, warn
 
 class AuditCallback(TrainerCallback):
     """``quick`` does the cheap laws; ``stop`` raises ``LawBroken`` instead of warning; ``all_supervised``: whether
-    prompts are meant to be supervised too (None: where everything is, the row is "not declared").
+    prompts are meant to be supervised too (None: where everything is, the row is "not declared"). ``verdict()`` returns
+    what was found; a line at the end of training counts it.
 
     Overhead: some dozens of step times once, then the watch's (every ``every``-th update is looked at).
     """

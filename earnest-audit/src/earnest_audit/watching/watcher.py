@@ -10,8 +10,8 @@
             optimizer.zero_grad()
     print(w.verdict())
 
-Every ``every``-th update is looked at. A finding is a ``WatchWarning`` when it is made, once, and a row of the verdict
-at the end. What is not passed is "not declared", and never a pass.
+The first four updates are looked at, and then every ``every``-th. A failure is a ``WatchWarning`` when it is found,
+once, and a row of the verdict at the end. What is not passed is "not declared", and never a pass.
 """
 
 from __future__ import annotations
