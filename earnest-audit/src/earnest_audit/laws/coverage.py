@@ -6,8 +6,8 @@ tokens of it are supervised, apart from a first one that nothing predicts. Where
 term on other tokens), some are supervised alone, and the row is "a sample of supervised positions".
 Exceptions: A clipped token has a zero gradient by design, so it needs one in one of several states: the opposite
 advantages (or rewards), wide bounds, ratio 1; for a critic, returns far above and below. Rows and tokens of weight or
-advantage 0 are left out. A loss that drops tokens on purpose declares drops_tokens=True. Where rows interact (a mean
-over all tokens is taken off), one token alone may have none.
+advantage 0 are left out, and rows without any gradient. A loss that drops tokens on purpose declares drops_tokens=True.
+Where rows interact (a mean over all tokens is taken off), one token alone may have none.
 Detects: ms-swift #7838, Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
 """
 
@@ -85,9 +85,10 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
         short = _short(probe, on, probe.quiet)
     if short is None:
         return _by_trial(probe, sure if "labels" in step.roles else sure & ~(on[:, :1] & ~sure[:, :1]), aside)
-    rows = [f"{int(n)} of row {row}" for row, n in enumerate(short) if n > 0]
-    measured = f"{count - int(short.sum())} of {count} have a gradient" if rows else f"all {count} matter"
-    expected = DROPPED if step.drops_tokens else "all"
+    part = (short > 0) & (short < sure.sum(-1))  # whole rows may be left out, as one without a teacher
+    rows = [f"{int(short[row])} of row {row}" for row in part.nonzero()[:, 0]]
+    measured = f"{count - int(short.sum())} of {count} have a gradient" if bool(short.any()) else f"all {count} matter"
+    expected = DROPPED if step.drops_tokens else "all, in rows that have any" if bool(short.any()) else "all"
     return LAW.finding(POSITIONS, measured + aside, expected, not rows or step.drops_tokens, ", ".join(rows[:3]) + WHY)
 
 
@@ -113,8 +114,6 @@ def _short(probe: Probe, on: Tensor, off: Mapping[str, float]) -> Tensor | None:
             return short
         if len(left) < len(counts):
             return None
-        if "rewards" in probe.step.roles:  # the advantage that the step makes for a row may be 0
-            short = short * (short < _sure(probe.step, on).sum(-1))
     return short
 
 
