@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from earnest_audit import Metric, Setting, Step, StepError, audit, infer
 from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.frontends.first_edition import Raises
-from earnest_audit.laws import clipping, direction, knobs, metrics, on_policy
-from tests.audit.steps import policy_step
+from earnest_audit.laws import clipping, direction, inputs, knobs, liveness, metrics, on_policy
+from tests.audit.steps import policy_step, sft_loss, sft_step
 
 LAWS = [knobs.LAW, on_policy.LAW, clipping.LAW, metrics.LAW, direction.LAW]
 
@@ -91,3 +95,39 @@ def test_an_unknown_kind_is_an_error() -> None:
 )  # fmt: skip
 def test_an_unknown_name_gets_the_one_that_was_meant(written: str, meant: str) -> None:
     assert meant in nearest(written, ["lr", "clip high", "lr_schedule", "clip"])
+
+
+def test_an_optimizer_class_is_refused() -> None:
+    with pytest.raises(StepError, match=r"optimizer=AdamW is a class: give AdamW\(model.parameters\(\), …\)"):
+        replace(sft_step(), optimizer=torch.optim.AdamW)  # type: ignore[arg-type]
+
+
+def test_clipped_parameters_may_come_from_a_generator() -> None:
+    step = sft_step()
+    step = replace(step, clipped=step.model.parameters())  # type: ignore[arg-type]
+    found = {f.subject: f.outcome for f in audit(step, laws=[liveness.LAW]).findings}
+    assert found["the clipped parameters"] == "holds"
+
+
+def test_a_loss_in_place_of_the_model_is_refused() -> None:
+    step = sft_step()
+    with pytest.raises(StepError, match=r"give audit\(model, loss, batch\) in this order"):
+        audit(step.loss, step.model, step.batch)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_a_loss_that_is_not_repeatable_is_noted(own: bool) -> None:
+    draws = torch.Generator().manual_seed(1)
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        value = sft_loss(model, batch)[0]
+        return value * (1 + torch.rand((), generator=draws)) if own else value
+
+    notes = audit(sft_step(loss), laws=[inputs.LAW]).notes
+    assert any("not repeatable" in note for note in notes) == own
+
+
+def test_a_gradient_that_is_nan_is_left_to_law_gl() -> None:
+    step = sft_step(lambda model, batch: sft_loss(model, batch)[0] * torch.nan)
+    found = audit(step, laws=[liveness.LAW, inputs.LAW])
+    assert {f.law for f in found.failures} == {"GL"}

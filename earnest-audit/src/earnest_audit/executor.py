@@ -46,6 +46,10 @@ def audit(
         if loss is None or batch is None:
             raise StepError("a model alone cannot be audited: give audit(model, loss, batch), or audit(Step(…)).")
         subject = infer(subject, loss, batch, **declared)
+    elif not isinstance(subject, Step | Subject):
+        raise StepError(
+            f"a {type(subject).__name__} cannot be audited: give audit(model, loss, batch) in this order, or a Step."
+        )
     elif loss is not None or batch is not None or declared:
         what = ", ".join(declared) or "the loss and the batch"
         name = type(subject).__name__

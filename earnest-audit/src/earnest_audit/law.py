@@ -14,7 +14,6 @@ from earnest_audit.verdict import Finding, LawOutcome, judged, unchecked
 Rows = Iterator[Finding]
 Tier = Literal["core", "contrib"]
 SECTIONS = ("Needs", "How", "Exceptions", "Warns", "Detects")
-OPTIONAL = ("Warns",)
 Ask = tuple[str, str, Callable[[Step], bool]]
 """A subject, the declaration that it needs, and whether that is given: where it is not, the row is "not declared"."""
 
@@ -25,10 +24,6 @@ class Ends(Exception):
     def __init__(self, row: Finding) -> None:
         super().__init__(str(row))
         self.row = row
-
-
-def always(_: Step) -> bool:
-    return True
 
 
 class Reporter:
@@ -82,7 +77,7 @@ class Law(Reporter):
     tier: Tier = "core"
     quick: bool = True  # cheap enough for --quick
     from_start: bool = False  # judged where training begins, also where terms are inactive there by design
-    when: Callable[[Step], bool] = always  # the steps that it is about
+    when: Callable[[Step], bool] = lambda _: True  # the steps that it is about
     asks: tuple[Ask, ...] = ()
     perturbed: bool = False  # judged away from symmetric and zero states
     spare: float = 0.0  # step times that have to be left of the budget, where it is not always checked

@@ -100,6 +100,10 @@ class Measure:
             self._kept[key] = reading
         return reading
 
+    def logged(self, name: str) -> list[float]:
+        """A metric's values so far, in all readings that are kept and have the step's own settings."""
+        return [r.metrics[name] for (*_, knobs), r in self._kept.items() if knobs == "[]" and name in r.metrics]
+
     def pull(self, value: Tensor, retain: bool = False) -> Gradient:
         """∂value/∂θ of a number that was computed with a graph."""
         return self._named(self.differentiate(value, list(self.parameters.values()), retain))

@@ -159,6 +159,8 @@ class Probe(Measure):
         if self._noise is None:
             again = self.read(dict(self.step.batch)).gradient  # a copy, so that it is really run again
             self._noise = self.gradient().distance(again)
+            if self._noise > self.coarsest:
+                self.notes += (f"the loss is not repeatable: the same call moves its gradient by {self._noise:.2g}",)
         return self._noise
 
     def random(self) -> bool:

@@ -163,6 +163,9 @@ class Step:
         given: Any = self.optimizer
         if isinstance(given, list | tuple):
             self.optimizer = Together(*given) if given else None
+        if isinstance(given, type):
+            raise StepError(f"optimizer={given.__name__} is a class: give {given.__name__}(model.parameters(), …).")
+        self.clipped = None if self.clipped is None else list(self.clipped)
         if isinstance(text := self.may_idle, str):
             raise StepError(f"may_idle={text!r} is one text: give a sequence of names, ({text!r},).")
         if not isinstance(self.batch, Mapping) or not self.batch:
@@ -183,7 +186,7 @@ class Step:
     def _names(self) -> Iterator[tuple[str, str, Collection[str]]]:
         """Every name that a declaration uses, after the error for a name that is not known."""
         for role, key in self.roles.items():
-            yield "unknown role {}", role, ROLES
+            yield "unknown role {} (roles maps a role to a key of the batch)", role, ROLES
             yield f"role {role!r} names {{}}, which the batch does not have", key, self.batch
         for setting, s in self.declared.items():
             yield f"setting {setting!r} is of an unknown kind {{}}", s.kind, KINDS

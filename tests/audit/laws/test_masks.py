@@ -121,22 +121,25 @@ def test_prompts_that_are_as_wide_as_completions_by_accident(counted: bool, prom
         Step(model=model, loss=loss, batch=batch, roles=roles, wide=("completions",))
 
 
-@pytest.mark.parametrize("by", ["tokens", "rows", "width"])
+@pytest.mark.parametrize("by", ["tokens", "rows", "width", "at least one each"])
 def test_columns_and_a_row_at_once_are_told_apart(by: str) -> None:
-    """A mean over rows sees the silent row and no columns; one over the width sees columns."""
+    """A mean over rows sees the silent row and no columns; one over the width sees columns. miles #2796: every silent
+    row counts as a token."""
 
     def loss(model: nn.Module, batch: Data, **_: float) -> Tensor:
         mask = batch["mask"]
         each = clipped((logprobs(model, batch) - batch["old"]).exp(), batch["advantages"][:, None]) * mask
         if by == "tokens":
             return each.sum() / mask.sum()
+        if by == "at least one each":
+            return each.sum() / mask.sum(-1).clamp(min=1).sum()
         return (each.sum(-1) / (mask.shape[1] if by == "width" else mask.sum(-1).clamp(min=1))).mean()
 
     step = policy_step(loss)
     found = {f.subject: f for f in audit(step, laws=[masks.LAW]).findings}
     assert found["3 more columns of padding on the right"].outcome == ("fails" if by == "width" else "holds")
-    assert found[masks.MASKED].outcome == "holds"
-    assert f"{step.rows}/{step.rows + 1} ≤ factor ≤ 1" in found[masks.MASKED].expected
+    assert found[masks.MASKED].outcome == ("fails" if by == "at least one each" else "holds")
+    assert found[masks.MASKED].expected == f"1× or {step.rows}/{step.rows + 1}×"
 
 
 def turned(row: Tensor, width: int, fill: int) -> Tensor:

@@ -2,7 +2,7 @@
 
 every row twice          the same number; or as many times as the loss itself, where that is a sum
 3 columns of padding     the same number
-ids behind the labels    the same number, where labels are a tensor of their own
+ids after the labels    the same number, where labels are a tensor of their own
 
 Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask (or attention) for
 padding; ids beside labels
@@ -51,20 +51,18 @@ def check(probe: Probe) -> Rows:
         if step.rows > 1 and not step.rows_interact:
             twice = partial(_compare, probe, "every row twice", names, here, edits.repeat_rows(step))
             yield probe.guessed("averages, every row twice", [twice], WIDE)
-        if "labels" in step.roles and shift.predicts(step) and (batch := _behind(probe)) is not None:
+        if "labels" in step.roles and shift.predicts(step) and (batch := _after_labels(probe)) is not None:
             subject = "other ids from the last label on"
             yield LAW.doubtful(_compare(probe, subject, names, here, batch, probe.value_room))
 
 
-def _behind(probe: Probe) -> edits.Batch | None:
+def _after_labels(probe: Probe) -> edits.Batch | None:
     """Other ids after the token that predicts a row's last label: no supervised token sees them."""
     step, found = probe.step, shift.last_labels(probe)
     if isinstance(found, str):
         return None
     ids: Tensor = step.batch[step.roles["ids"]]
     where = (torch.arange(ids.shape[1], device=ids.device)[None] > found[1]) & (ids >= 0)
-    if (shown := step.value("attention")) is not None and shown.shape == ids.shape:
-        where = where & (shown != 0)
     return {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where)} if bool(where.any()) else None
 
 
@@ -91,7 +89,7 @@ def _compare(
         f"averages, {subject}", "; ".join(off) or f"{len(names)} metrics stay", f"the same, within {relative:.1g}",
         not off,
         "An average that changes with rows or padding is divided by something else than what it sums, or sums more "
-        "than what is supervised. One that changes with ids behind the last label is taken at other positions.",
+        "than what is supervised. One that changes with ids after the last label is taken at other positions.",
     ))  # fmt: skip
 
 

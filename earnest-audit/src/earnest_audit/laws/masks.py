@@ -105,10 +105,8 @@ def _padded(probe: Probe, subject: str, side: str, keys: set[str], new: bool = F
 def _pads_left(probe: Probe) -> bool:
     """Whether a row begins with padding, by the attention mask of the ids."""
     pairs = [(probe.step.value(mask), probe.step.value(role)) for role, mask in TEXTS]
-    return any(
-        shown is not None and ids is not None and shown.shape == ids.shape and bool((shown[:, 0] == 0).any())
-        for shown, ids in pairs
-    )
+    both = [(shown, ids) for shown, ids in pairs if shown is not None and ids is not None]
+    return any(shown.shape == ids.shape and bool((shown[:, 0] == 0).any()) for shown, ids in both)
 
 
 def _masked_row(probe: Probe) -> Rows:
@@ -127,8 +125,9 @@ def _masked_row(probe: Probe) -> Rows:
     factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
     yield probe.fair(LAW.finding(
         MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
-        f"the same direction, {step.rows}/{step.rows + 1} ≤ factor ≤ 1", holds,
-        "A row in which no loss is taken changes the gradient's direction: some part of the loss ignores the mask.",
+        f"1× or {step.rows}/{step.rows + 1}×", holds and min(abs(factor - 1), abs(factor - least)) <= 0.02,
+        "A row in which no loss is taken changes the gradient: some part of the loss ignores the mask, or a count has "
+        "something of that row.",
     ))  # fmt: skip
 
 

@@ -67,8 +67,7 @@ def check(probe: Probe) -> Rows:
 
 
 def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
-    """Metrics near and far away, and of the opposite policy (what a threshold metric needs to move): each stays in its
-    range, and declared ones vary."""
+    """Metrics near and far away, and of the opposite policy: each stays in its range, and declared ones vary."""
     step, states, named = probe.step, [found], _named(probe, found)
     for size in (0.05, 1.0):
         with probe.perturbed(size):
@@ -86,7 +85,7 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
         )  # fmt: skip
     declared = [n for n, m in step.facts.items() if m.moves or n in step.weights]
     for name in dict.fromkeys([*declared, *_must_move(probe, named)]):
-        seen = [s[name] for s in states if name in s]
+        seen = [*(s[name] for s in states if name in s), *probe.logged(name)]
         for size in (0.3, 3.0, 10.0):
             if not _moves(seen):
                 with probe.perturbed(size):

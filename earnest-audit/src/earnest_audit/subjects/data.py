@@ -42,7 +42,7 @@ class Collator(Subject, name="collator"):
     entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
     columns. ``targets(example)`` are the supervised labels of an example, in order; they are in its row (its document,
     with unpack) of the column ``labels``, where others have ``ignore``. ``columns`` is column -> fn(example), what
-    its row (its document) has to be without padding. ``keeps(example)``: whether a filter keeps this example; the rest
+    its row (its document) has to be, padding aside. ``keeps(example)``: whether a filter keeps this example; the rest
     is then about the kept ones.
     How: The examples are collated as they are, again, in another order, and each alone; real entries are compared,
     floats up to rounding. All calls but the second begin from a deep copy of ``fn`` that was never called.
@@ -119,15 +119,8 @@ class Collator(Subject, name="collator"):
             "boundary is lost, or the rest of a long example is a document of its own.",
         )  # fmt: skip
 
-    def _declared(
-        self,
-        subject: str,
-        column: str,
-        batch: Batch,
-        kept: list[Any],
-        meaning: str,
-        wrong: Callable[[Tensor, Any], str],
-    ) -> Finding:
+    def _declared(self, subject: str, column: str, batch: Batch, kept: list[Any], meaning: str,
+                  wrong: Callable[[Tensor, Any], str]) -> Finding:  # fmt: skip
         """``wrong``: what is wrong with this column of an example: its row, or its document, which "documents" finds in
         the batch as it is alone."""
         found: Any = batch.get(column, MISSING.expand(len(kept)))
@@ -142,7 +135,8 @@ class Collator(Subject, name="collator"):
         return self.none(subject, odd, f"{len(odd)} of {len(each)} examples differ", f": {meaning}")
 
     def _value(self, column: str, row: Tensor, example: Any) -> str:
-        off = _off(self._real(column, row), wanted := torch.as_tensor(self.columns[column](example)))
+        wanted = torch.as_tensor(self.columns[column](example))
+        off = _off(self._real(column, row), self._real(column, wanted))
         return "differs" if off > rounding(row, wanted) else ""
 
     def _tokens(self, row: Tensor, example: Any) -> str:
