@@ -256,3 +256,17 @@ def test_an_entropy_at_the_labels_positions(at: str, seed: int) -> None:
 
     verdict = audit(sft_step(loss, seed=seed), laws=[averages.LAW])
     assert not verdict.failures and len(verdict.warnings) == (at == "tokens"), str(verdict)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_an_entropy_of_pairs_that_counts_padding(masked: bool) -> None:
+    """TRL #6809, beside a preference."""
+
+    def loss(model: Any, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        value, logged = dpo_loss(model, batch, beta)
+        logs = model(batch["chosen"], batch["chosen_attention"])[:, :-1].log_softmax(-1)
+        entropy = -(logs.exp() * logs).sum(-1)
+        return value, {**logged, "entropy": mean(entropy, batch["chosen_mask"]) if masked else entropy.mean()}
+
+    found = {f.subject: f.outcome for f in audit(dpo_step(loss), laws=[averages.LAW]).findings}
+    assert found["averages, 3 more columns of padding"] == ("holds" if masked else "fails")

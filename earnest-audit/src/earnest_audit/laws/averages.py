@@ -44,7 +44,8 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable("averages", "no metric that is known to be one"))
     with probe.perturbed():
         here = probe.look()
-        if edits.by_attention(step) or (step.value("ids") is not None and edits.supervised(step) is not None):
+        tokens = step.value("ids") is not None and edits.supervised(step) is not None
+        if tokens or edits.by_attention(step) or {"chosen_mask", "rejected_mask"} <= step.roles.keys():
             padded = (partial(_compare, probe, "3 more columns of padding", names, here, edits.pad(step, keys=keys))
                       for keys in edits.readings(step))  # fmt: skip
             yield probe.guessed("averages, 3 more columns of padding", padded, WIDE)
