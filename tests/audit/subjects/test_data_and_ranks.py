@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
@@ -314,3 +314,20 @@ class Cached:
 def test_a_stage_with_a_memory_begins_anew(whole: bool) -> None:
     seen = failed(Collator(Cached(whole), [("p", 1), ("q", 2), ("p", 3)]))
     assert seen == (set() if whole else {"permuted examples", "each example alone"})
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_declared_column_may_begin_with_what_pads(lost: bool) -> None:
+    """The labels of a prompt are -100, which pads too; one example has no token."""
+    rows = [[-100, -100, 5, 6], [-100, 7], []]
+
+    def fn(examples: Sequence[Mapping[str, Any]]) -> dict[str, Tensor]:
+        own = [e["labels"][: -1 if lost else None] for e in examples]
+        width = max(4, *map(len, own))
+        return {"labels": torch.tensor([row + [-100] * (width - len(row)) for row in own])}
+
+    collator = Collator(
+        fn, [{"labels": row} for row in rows], pads={"labels": -100}, columns={"labels": lambda e: e["labels"]}
+    )
+    found = {f.subject: f.outcome for f in audit(collator).findings}
+    assert found["column labels"] == ("fails" if lost else "holds")

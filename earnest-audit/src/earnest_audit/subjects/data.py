@@ -151,7 +151,7 @@ class Collator(Subject, name="collator"):
 
     def _real(self, key: str, row: Tensor) -> Tensor:
         """A row without its padding in front and at the end."""
-        if key not in self.pads or row.ndim == 0:
+        if key not in self.pads or not row.ndim or not row.numel():
             return row
         places = (row != self.pads[key]).reshape(len(row), -1).any(-1).nonzero()[:, 0]
         return row[int(places[0]) : int(places[-1]) + 1] if len(places) else row[:0]
