@@ -306,7 +306,7 @@ def summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
     covered = [r for r in rows if r.get("covered", True) and "error" not in r]
     lines = [r["lines"] for r in covered]
-    seconds = sorted(r["seconds"] for r in covered)
+    seconds = sorted(r["seconds"] for r in covered if "seconds" in r)
     return {
         "thirty": sum(seen(r, "failures") for r in broken if r["case"].startswith("public")),
         "new": sum(seen(r, "failures") for r in broken if r["case"].startswith("2026")),
@@ -332,9 +332,10 @@ def tables(results: Mapping[str, Any]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for tool, c in counts.items():
         name = "earnest_audit" if tool == "earnest" else f"{tool} {results[tool]['version']}"
+        took = f"{c['seconds']:.2f}" if c["seconds"] else "-"
         print(
             f"| {name} | {c['covered']} | {c['thirty']} | {c['new']} | {c['warned']} | {c['alarms']} |"
-            f" {c['warning alarms']} | {c['seconds']:.2f} | {c['lines']:.1f} |"
+            f" {c['warning alarms']} | {took} | {c['lines']:.1f} |"
         )
     found = {tool: {r["case"] for r in results[tool]["rows"] if detected(r, results[tool]["rows"])} for tool in results}
     print("\n| tool | defects that it detects and earnest_audit does not |\n|---|---|")

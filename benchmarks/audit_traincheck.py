@@ -5,7 +5,8 @@
 The healthy run of a defect is its own fix, which is the best reference that a user could have. The runs that are
 checked are the defect, and the fix again with its rows in another order: what is reported there is a false alarm. Each
 run is a script of six updates, in processes of TrainCheck's own; only defects that are a step have one. ``--limit``
-takes an evenly spread sample. Its seconds are processor time, of one case (the defect or the fix).
+takes an evenly spread sample; cases that are recorded in ``--out`` are not run again. The seconds are processor time,
+of one case (the defect or the fix).
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import resource
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -103,30 +104,34 @@ def main(argv: Sequence[str] | None = None) -> None:
     steps = [name for name, kind, make in corpus() if kind == "broken" and isinstance(make(), Step)]
     count = min(args.limit, len(steps))
     chosen = [steps[i * len(steps) // count] for i in range(count)]
-    rows: list[dict[str, Any]] = []
-    for name, kind, _ in corpus():
-        if kind == "right":
-            continue
-        if kind == "broken":
-            begun, found, error = processor_time(), {"broken": [], "fixed": []}, ""
-            if name in chosen:
-                with tempfile.TemporaryDirectory() as folder:
-                    try:
-                        found = checked(python, name, Path(folder))
-                    except subprocess.CalledProcessError as failure:
-                        error = f"{failure.cmd[0]}: {failure.stderr[-200:]}"
-                print(name, found, error, file=sys.stderr, flush=True)
-            seconds = (processor_time() - begun) / 2
-        row = {"case": name, "kind": kind, "failures": found[kind], "warnings": [], "seconds": round(seconds, 1)}
-        if name not in chosen:
-            row["covered"] = False
-        elif error:
-            row["error"] = error
-        rows.append({**row, "lines": 5})
-    results = json.loads(args.out.read_text())
-    found_version = subprocess.check_output([python, "-c", ASK], text=True).strip()
-    results["TrainCheck"] = {"package": "traincheck", "version": found_version, "rows": rows}
-    args.out.write_text(json.dumps(results, indent=1) + "\n")
+    version = subprocess.check_output([python, "-c", ASK], text=True).strip()
+    known = json.loads(args.out.read_text()).get("TrainCheck", {"rows": []})["rows"]
+    kept = {r["case"] for r in known if r.get("covered", True)}
+    rows = {(r["case"], r["kind"]): r for r in known if r["case"] in kept}
+    for name in [name for name in chosen if name not in kept]:
+        begun, found, more = processor_time(), {"broken": [], "fixed": []}, {}
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                found = checked(python, name, Path(folder))
+            except subprocess.CalledProcessError as failure:
+                more = {"error": f"{Path(failure.cmd[0]).name} ended with {failure.returncode}"}
+        seconds = round((processor_time() - begun) / 2, 1)
+        print(name, found, more, seconds, file=sys.stderr, flush=True)
+        for kind in found:
+            own = {"case": name, "kind": kind, "failures": found[kind], "warnings": [], "seconds": seconds, **more}
+            rows[name, kind] = {**own, "lines": 5}
+        write(args.out, version, rows)
+
+
+def write(out: Path, version: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
+    """The rows of all defects and fixes in the corpus's order; what was not run is not covered."""
+    results = json.loads(out.read_text())
+    none = {"failures": [], "warnings": [], "covered": False, "lines": 5}
+    every = [
+        rows.get((name, kind), {"case": name, "kind": kind, **none}) for name, kind, _ in corpus() if kind != "right"
+    ]
+    results["TrainCheck"] = {"package": "traincheck", "version": version, "rows": every}
+    out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 if __name__ == "__main__":
