@@ -169,7 +169,7 @@ def test_an_interrupt_ends_the_audit() -> None:
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        ({"roles": {"maks": "labels"}}, r"unknown role 'maks': did you mean 'mask'\?"),
+        ({"roles": {"maks": "labels"}}, r"unknown role 'maks' .*: did you mean 'mask'\?"),
         ({"roles": {"labels": "label"}}, r"role 'labels' names 'label', which the batch does not have: .*'labels'"),
         ({"roles": {"labels": "name"}}, r"role 'labels' \('name'\) must be a tensor, got str"),
         (

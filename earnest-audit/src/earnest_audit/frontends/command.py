@@ -24,7 +24,6 @@ from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.frontends.pages import page
 from earnest_audit.frontends.reports import FORMATS
 from earnest_audit.frontends.terminal import show
 from earnest_audit.verdict import Verdict
@@ -143,6 +142,7 @@ def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) ->
 
 def _laws(codes: Sequence[str], as_json: bool) -> str:
     """A table of all laws, or the pages of the laws with these codes."""
+    from earnest_audit.frontends.pages import page
     from earnest_audit.laws.__main__ import ALL
 
     known = {law.code: law for law in ALL}

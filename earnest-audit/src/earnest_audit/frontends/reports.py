@@ -14,7 +14,6 @@ from typing import Any
 from urllib.parse import quote
 from xml.etree import ElementTree
 
-from earnest_audit.frontends.pages import page
 from earnest_audit.frontends.terminal import COLUMNS
 from earnest_audit.places import parts
 from earnest_audit.verdict import Finding, Verdict
@@ -92,6 +91,7 @@ def sarif(verdict: Verdict) -> str:
 
 
 def _rules(codes: Sequence[str]) -> list[dict[str, Any]]:
+    from earnest_audit.frontends.pages import page
     from earnest_audit.laws.__main__ import ALL
 
     laws = {law.code: law for law in ALL}
