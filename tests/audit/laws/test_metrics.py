@@ -245,7 +245,7 @@ def test_a_kl_per_token_that_is_weighed_by_its_row(seed: int, of: str) -> None:
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("at", ["labels", "tokens"])
 def test_an_entropy_at_the_labels_positions(at: str, seed: int) -> None:
-    """TRL #5620: an average over all real tokens, of unshifted logits, reads ids behind the last label."""
+    """TRL #5620: an average over all real tokens, of unshifted logits, reads ids after the last label."""
 
     def loss(model: nn.Module, batch: Mapping[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
         logs = model(batch["ids"], batch["attention"]).log_softmax(-1)

@@ -87,7 +87,7 @@ class Epochs(Dropped):
 
 @pytest.mark.parametrize("left", [9, 14])
 def test_data_that_end_in_a_longer_run_are_no_failure(left: int) -> None:
-    """A declaration that has data for so many steps after a load, and no error where they end."""
+    """A declaration that has data for a number of steps after a load, and no error where they end."""
     subject = resume(True, 5)
     subject.steps = 4
     inner = subject.load
