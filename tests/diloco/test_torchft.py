@@ -106,7 +106,9 @@ def test_three_replicas_agree_and_are_within_ulps_of_gloo(ctx: Any, tmp_path: Pa
     assert all(torch.equal(bucket[0], b) for b in bucket) and all(torch.equal(gloo[0], g) for g in gloo)
     apart = ulps(bucket[0], gloo[0])
     print(f"ulps apart: at most {int(apart.max())}, none on {int((apart == 0).sum())} of {len(apart)}")
-    assert int(apart.max()) <= ULPS and int(apart.median()) == 0
+    typical = torch.finfo(gloo[0].dtype).eps * float(gloo[0].abs().median())  # for weights that are almost 0
+    near = (apart <= ULPS) | ((bucket[0] - gloo[0]).abs() <= ULPS * typical)
+    assert bool(near.all()) and int(apart.median()) == 0
 
 
 def late(url: str, address: str, out: str) -> None:

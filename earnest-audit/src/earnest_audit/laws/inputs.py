@@ -39,10 +39,10 @@ FAR = 1e3  # times the largest value or return: no clip range reaches there
 
 def check(probe: Probe) -> Rows:
     step = probe.step
+    if not probe.gradient().finite():
+        raise Ends(LAW.not_applicable("every input", "the gradient is not finite", "See GL."))
     with probe.perturbed():
         base = probe.off_policy()
-        if not probe.gradient().finite():
-            raise Ends(LAW.not_applicable("every input", "the gradient is not finite", "See GL."))
         if not probe.gradient(base).finite():
             raise Ends(LAW.finding(
                 "every input", "not finite off-policy", "finite", False,
