@@ -41,7 +41,7 @@ def peft() -> Named:
         "RandLoRA": lambda: library.RandLoraConfig(r=4, **targets),
         "SHiRA": lambda: library.ShiraConfig(r=4, **targets),
         "C3A": lambda: library.C3AConfig(block_size=8, **targets),
-        "RoAd": lambda: library.RoadConfig(**targets),
+        "RoAd": lambda: library.RoadConfig(group_size=16, **targets),
         "DeLoRA": lambda: library.DeloraConfig(r=4, **targets),
         "WaveFT": lambda: library.WaveFTConfig(n_frequency=20, **targets),
         "GraLoRA": lambda: library.GraloraConfig(r=4, gralora_k=2, **targets),

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from earnest_audit import AuditCallback, Finding
+from earnest_audit import AuditCallback, Finding, Subject
 
 Named = Iterator[tuple[str, Callable[[], Any]]]
 
 
 @dataclass
-class Trained:
-    """A trainer that makes a few updates; its findings are those of the callback."""
+class Trained(Subject, name="trainer"):
+    """TRAINER: A trainer makes a few updates; the findings are those of the callback."""
 
     make: Callable[..., Any]
     settings: dict[str, Any]

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import pytest
 
-from earnest_audit import audit
+from earnest_audit import Step, audit
 from tests.audit.corpus import losses, machinery, policy
 from tests.audit.corpus.base import DEFECTS, Defect
+from tests.audit.steps import most
 
 assert losses and machinery and policy
 
@@ -30,5 +31,7 @@ def test_the_defect_is_seen(defect: Defect) -> None:
 
 @pytest.mark.parametrize("defect", DEFECTS, ids=NAMES)
 def test_the_fix_raises_nothing(defect: Defect) -> None:
-    verdict = audit(defect.mended())
+    step = defect.mended()
+    verdict = audit(step)
     assert not verdict.failures and verdict.holds, str(verdict)
+    assert not isinstance(step, Step) or verdict.cost <= most(step)

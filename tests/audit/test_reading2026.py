@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from benchmarks.audit_blind import READINGS, RESULTS, STRANGERS, judged
+from earnest_audit import Step, audit
 from tests.audit.reading2026.base import Case, Right
+from tests.audit.steps import most
 
 UNFIT = {n: import_module(package).READING.unfit for n, package in enumerate(STRANGERS, 1)}
 SIZES = {n: (40, 40) if n < 4 else (40, 100) if n in (8, 9) else (0, 100) for n in UNFIT}  # defects, right steps
@@ -66,3 +68,15 @@ ACCUSED = {id for number in UNFIT for id in READINGS[number][3][1]}  # at first:
 )
 def test_a_right_step_raises_no_new_alarm(one: Right) -> None:
     assert set(judged(one.make)[0]) <= set(STEPS[one.id]["alarms"])
+
+
+@pytest.mark.slow
+@pytest.mark.may_not_be_checked
+@pytest.mark.parametrize("number", READINGS)
+def test_a_right_step_is_audited_within_its_budget(number: int) -> None:
+    """All that hold, of all readings and of ``tests/audit/blind2026``."""
+    _, cases, right, _ = READINGS[number]
+    made = [case.make(False) for case in cases] + [one.make() for one in right]
+    steps = [s for given in made for s in (given if isinstance(given, list) else [given]) if isinstance(s, Step)]
+    costs = [(step.name, audit(step).cost, most(step)) for step in steps]
+    assert not [cost for cost in costs if cost[1] > cost[2]] and len(costs) > 10

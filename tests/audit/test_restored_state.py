@@ -17,7 +17,7 @@ from earnest_audit.gradient import Gradient
 from earnest_audit.laws import knobs, liveness, masks, splits
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Verdict
-from tests.audit.steps import Tiny, policy_step, sft_loss, sft_step
+from tests.audit.steps import Tiny, most, policy_step, sft_loss, sft_step
 
 
 def measured(verdict: Verdict) -> dict[str, str]:
@@ -242,7 +242,6 @@ def test_running_statistics_do_not_disturb_the_backward_pass() -> None:
 def test_the_budget_is_the_promise() -> None:
     step = policy_step()
     probe = Probe(step)
-    declared = len(step.roles) + len(step.knobs) + len(step.weights) + sum(map(len, step.options.values()))
-    assert probe.budget == 20 + 2 * declared
+    assert probe.budget == pytest.approx(most(step))
     probe.cost = probe.budget - 5
     assert probe.afford(1) and not probe.afford(2)

@@ -323,9 +323,12 @@ class Probe(Measure):
 
     @property
     def budget(self) -> float:
-        """The most that a full audit costs, in step times: 20 + 2 × (inputs + settings + modes + terms)."""
+        """The most that a full audit costs, in step times: 20, and 2 for every declared input, setting, mode, metric,
+        path and function."""
         step = self.step
-        return 20 + 2 * (len(step.roles) + len(step.knobs) + sum(map(len, step.options.values())) + len(step.weights))
+        functions = (step.logprobs, step.student, step.reference, step.backward, step.update)
+        declared = (step.roles, step.masks, step.knobs, *step.options.values(), step.metrics, step.paths)
+        return 20 + 2 * (sum(map(len, declared)) + sum(fn is not None for fn in functions))
 
     def afford(self, more: float, keep: float = 4.0) -> bool:
         """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""

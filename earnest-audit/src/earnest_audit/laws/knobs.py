@@ -139,7 +139,8 @@ def _vanished(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Rows:
 def _trials(
     probe: Probe, base: edits.Batch, knob: str, value: Any, at_one: bool
 ) -> Iterator[tuple[str, edits.Batch, Any]]:
-    """Other values, from mild to strong, and the batch of each; the first text is empty for the usual ones.
+    """Other values, from mild to strong, and the batch of each; the first text is empty for the usual ones. Of a clip
+    range below 1 the second one is so wide that nothing is clipped.
 
     With both signs of the advantages, since one side of a clip acts on one sign; with ratios beside a clip, of tokens
     and of whole rows, which leave every clip at once; then, whatever it costs, far beyond the usual values, and where
@@ -147,6 +148,8 @@ def _trials(
     """
     step, clip = probe.step, knob in probe.step.clips
     others = candidates(value)[: 2 if at_one else None]
+    if clip and isinstance(value, float) and 0 < value < 1:
+        others[1:3] = others[2:0:-1]
     if clip and isinstance(value, float) and 0 < value < 0.1:  # such as GSPO's: every ratio is beyond it
         yield from (("", batch, 1.5 * value) for batch in _beside(probe, base, value, rows=False))
         others = others[::-1] if value < 0.01 else others  # the far end first
