@@ -16,7 +16,9 @@ from tests.audit.reading2026.base import Case, Right
 from tests.audit.steps import most
 
 UNFIT = {n: import_module(package).READING.unfit for n, package in enumerate(STRANGERS, 1)}
-SIZES = {n: (40, 40) if n < 4 or n == 11 else (40, 100) if n in (8, 9) else (0, 100) for n in UNFIT}  # defects, right steps
+SIZES = {
+    n: (40, 40) if n < 4 or n == 11 else (40, 100) if n in (8, 9) else (0, 100) for n in UNFIT
+}  # defects, right steps
 CASES = [case for number in UNFIT for case in READINGS[number][1]]
 RIGHT = [one for number in UNFIT for one in READINGS[number][2]]
 
