@@ -5,6 +5,7 @@ wrappers."""
 from __future__ import annotations
 
 import copy
+import gc
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -307,3 +308,18 @@ def test_over_seeds(dtype: torch.dtype, seed: int) -> None:
         other = engine_of(dtype, seed, adapter)
         alarms += alarmed(adapter, other, Objective.of(GRPO(clip=0.2)), batch_of(other, seed))
     assert not alarms, "\n".join(alarms)
+
+
+def test_a_step_keeps_no_tensor() -> None:
+    """The graph of a step is freed after it, whatever its objective: the number of live tensors stays the same."""
+    engine = engine_of(torch.float32, 0)
+    batch, terms = batch_of(engine, 0), examples().values()
+
+    def live() -> int:
+        for term in terms:
+            engine.step(batch, term)
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    live()
+    assert live() == live()

@@ -36,6 +36,7 @@ from earnest_audit.restore import buffers, moved, perturbation_sizes, restored, 
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
+LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
 Change = tuple[float, str]
 """A relative change of the gradient, and how it was made."""
 
@@ -185,6 +186,9 @@ class Probe(Measure):
             with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
                 after = self.gradient()
             self._floor = max(before.distance(after), self.noise(), floor)
+            if self.tolerance > LOOSE and not self.coarse:
+                why = "one unit in the last place of the parameters moves the gradient by"
+                self.notes += (f"{why} {self._floor:.2g}: gradients count as equal up to {self.tolerance:.2g}",)
         return self._floor
 
     @property

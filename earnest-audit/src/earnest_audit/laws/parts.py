@@ -19,10 +19,11 @@ STRONG = 100.0  # times its weight a term exceeds what it is subtracted from, in
 
 @dataclass(frozen=True)
 class Part:
-    """The loss at ``knobs``, less the loss at ``less`` where that is given."""
+    """The loss at ``knobs``, less the loss at ``less`` where that is given. ``term``: the weight that differs."""
 
     knobs: Mapping[str, Any]
     less: Mapping[str, Any] | None = None
+    term: str = ""
 
     def loss(self, probe: Probe, batch: Mapping[str, Any] | None) -> float:
         rest = 0.0 if self.less is None else probe.read(batch, self.less).loss
@@ -43,7 +44,7 @@ def parts(probe: Probe) -> Iterator[Part]:
     quiet = {**probe.step.terms_off, **probe.step.pure}
     yield Part(quiet)
     for knob in (k for k in (*probe.step.weights.values(), *probe.step.switches) if k not in probe.step.pure):
-        yield Part({**quiet, knob: STRONG * (float(probe.step.knobs[knob]) or 1.0)}, quiet)
+        yield Part({**quiet, knob: STRONG * (float(probe.step.knobs[knob]) or 1.0)}, quiet, knob)
 
 
 @dataclass(frozen=True)

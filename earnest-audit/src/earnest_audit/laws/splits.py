@@ -10,6 +10,8 @@ How: Gradients of the permuted, the doubled and the unevenly cut batch.
 Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
 parts: declared terms are checked one by one; undeclared ones are "not declared" where the sum holds with equally many
 tokens in every row. A loss that couples rows by definition declares rows_interact=True.
+Warns: (whole = parts, where only terms fail whose weights have no metric, and no signal is declared) a term that is
+itself a sum of means, each over a count that no role declares (the depths of a multi-token prediction).
 Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
 """
 
@@ -106,7 +108,8 @@ def _parts(probe: Probe) -> Rows:
     expected = f"≤ {probe.tolerance:.2g}, no weight below 0"
     if not outcome and _grouped(step):
         raise Ends(LAW.not_applicable(WHOLE, measured, "Rows of a group are coupled by their rewards."))
-    if not outcome and step.terms_off and _term_by_term(probe):
+    off = None if outcome or not step.terms_off else _terms_off(probe)
+    if off == []:
         outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
     if not outcome and (even := _even(probe)) is not None and even.within(probe.tolerance):
         # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
@@ -116,31 +119,34 @@ def _parts(probe: Probe) -> Rows:
             "not declared",
             "Terms have normalisers of their own. Declare metrics={name: Metric(weight=setting)}, and each is checked.",
         ))  # fmt: skip
-    yield LAW.finding(
+    row = LAW.finding(
         f"{WHOLE} (uneven)", measured, expected, outcome,
         "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
         "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
         "Where rows are coupled on purpose, or terms divide by counts that no role declares, declare "
         "rows_interact=True.",
     )  # fmt: skip
+    plain = step.roles.keys().isdisjoint(edits.INPUTS)  # else a signal may be broadcast over the rows
+    yield LAW.doubtful(row) if plain and off and set(off) <= set(step.switches) else row
 
 
-def _term_by_term(probe: Probe) -> bool:
-    """Whether each declared term, and what is left without them, is a sum of its parts."""
-    step, asked = probe.step, 0
+def _terms_off(probe: Probe) -> list[str] | None:
+    """The weights of declared terms ("" for what is left without them) that by themselves are no sum of their parts;
+    None where they cannot be asked one by one."""
+    step, asked, off = probe.step, 0, []
     for part in parts(probe):
         try:
             whole = part.gradient(probe, None)
             room = probe.tolerance * max(1.0, part.scale(probe, None) / max(whole.norm(), 1e-300))
             pieces = [part.gradient(probe, edits.take_rows(step, rows)) for rows in _uneven(step)]
         except Exception:
-            return False
+            return None
         if room >= 0.5:
             continue  # nothing remains of the loss here, or too little to judge
         if not all(p.finite() for p in pieces) or not span(whole, *pieces).within(room):
-            return False
+            off.append(part.term)
         asked += 1
-    return asked > 1
+    return off if asked > 1 else None
 
 
 def _even(probe: Probe) -> Span | None:

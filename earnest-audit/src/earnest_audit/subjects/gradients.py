@@ -178,7 +178,8 @@ class Update(_Gradients, Subject, name="update"):
     Needs: ``update(batches, max_grad_norm)`` makes one update of ``model`` by ``optimizer`` from these micro-batches:
     forward, backward, clip, step, and what clears the gradients. ``loss(model, batch)`` is a whole batch's loss. The
     optimizer owns the parameters, or copies with their shapes and values (fp32 masters). The model and the optimizer
-    are restored; a schedule or a loss scale that ``update`` also moves is the caller's.
+    are restored; a schedule or a loss scale that ``update`` also moves is the caller's. An update that never clips
+    declares ``clips=False``, and is called ``update(batches)``.
     How: Measured when the optimizer steps: uneven micro-batches (``split``) without a clip, with a clip at a
     twentieth of the gradient's norm, and the second of two updates. The tolerance is that of Accumulation.
     Exceptions: torch divides by norm + 1e-6 when it clips, which shortens a small gradient: that is allowed.
@@ -188,12 +189,13 @@ class Update(_Gradients, Subject, name="update"):
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    update: Callable[[Sequence[Mapping[str, Any]], float], Any]
+    update: Callable[..., Any]
     loss: Callable[[nn.Module, Mapping[str, Any]], Any]
     batch: Mapping[str, Any]
     split: Sequence[int] | None = None
     precision: torch.dtype | None = None
     seed: int = 0
+    clips: bool = True
 
     def check(self) -> Iterator[Finding]:
         with restored(self.model, self.optimizer), without_dropout(self.model):
@@ -226,12 +228,9 @@ class Update(_Gradients, Subject, name="update"):
             return
         # The same parts on the same weights: what the cut alone did is the room of what follows, where that is less.
         own = max(wanted.distance(free), unit if unit > COARSE else 4 * unit)
-        with restored(self.model, self.optimizer):
-            handed = self._handed(parts, BINDS * norm)
-            near = min(room, 4 * own)
-            meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
-            clipped = meant[0] if handed is None else min(meant, key=handed.distance)
-            yield self._row("handed gradient, with a clip that binds", handed, clipped, near, CLIPPED)
+        near = min(room, 4 * own)
+        if self.clips:
+            yield self._clipped(parts, wanted, norm, near)
         if first.outcome == "fails":
             return  # the next update would fail for the same reason
         with restored(self.model, self.optimizer):
@@ -240,6 +239,13 @@ class Update(_Gradients, Subject, name="update"):
             handed = self._handed(parts, 4 * (norm + STABILISER), clear=False)
             near *= max(1.0, norm / max(after.norm(), 1e-300))  # a shorter one is coarser, relatively
             yield self._row("handed gradient, the next update", handed, after, min(TWICE, near), LAST)
+
+    def _clipped(self, parts: Sequence[Mapping[str, Any]], wanted: Gradient, norm: float, near: float) -> Finding:
+        with restored(self.model, self.optimizer):
+            handed = self._handed(parts, BINDS * norm)
+        meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
+        clipped = meant[0] if handed is None else min(meant, key=handed.distance)
+        return self._row("handed gradient, with a clip that binds", handed, clipped, near, CLIPPED)
 
     def _row(self, subject: str, found: Gradient | None, wanted: Gradient, room: float, meaning: str) -> Finding:
         if found is None:
@@ -267,7 +273,7 @@ class Update(_Gradients, Subject, name="update"):
         handle = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._left(self._read)))
         try:
             with calling(self.seed, graph=True):
-                self.update([fresh(b) for b in parts], max_grad_norm)
+                self.update([fresh(b) for b in parts], *([max_grad_norm] if self.clips else []))
         finally:
             handle.remove()
         return seen[0] if len(seen) == 1 else None

@@ -115,8 +115,8 @@ class _Pass(torch.autograd.Function):
             ctx.save_for_backward(hidden, *leaves)
         outputs = tuple(run.found[n].values for n in run.needs)
         ctx.mark_non_differentiable(*(run.found[n].values for n in run.needs if isinstance(n, SourceEntropy)))
-        for found in run.found.values():
-            found.by_hidden = None  # the graph holds and frees them
+        # The graph holds the run: what the run holds of the graph's own tensors would never be freed.
+        run.found = {n: replace(f, values=f.values.detach(), by_hidden=None) for n, f in run.found.items()}
         return outputs
 
     @staticmethod
