@@ -245,3 +245,26 @@ def test_the_budget_is_the_promise() -> None:
     assert probe.budget == pytest.approx(most(step))
     probe.cost = probe.budget - 5
     assert probe.afford(1) and not probe.afford(2)
+
+
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_step_whose_gradient_jumps_is_noted(rounds: bool) -> None:
+    """The largest weight is rounded at a tie, wherever it is: its last place decides which way, and the tolerance is
+    wide."""
+
+    class Rounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(24, 8, generator=torch.Generator().manual_seed(1)))
+
+        def forward(self, x: Tensor) -> Tensor:
+            scale = self.weight.detach().abs().amax(1, keepdim=True) / 7.5
+            rounded = self.weight + ((self.weight / scale).round() * scale - self.weight).detach()
+            return x @ (rounded if rounds else self.weight).T
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        return (model(batch["x"]) - batch["y"]).square().mean()
+
+    x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+    notes = audit(Step(Rounded(), loss, {"x": x, "y": x.repeat(1, 3)})).notes
+    assert any("count as equal up to" in note for note in notes) is rounds, notes

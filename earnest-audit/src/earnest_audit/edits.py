@@ -196,9 +196,8 @@ def add_masked_row(step: Step) -> Batch:
 def _ignored(step: Step) -> dict[str, int]:
     """Masks and labels of the batch, with the value that takes a place out of the loss."""
     values = {"mask": 0, "labels": step.ignore_index}
-    return {step.roles[role]: value for role, value in values.items() if role in step.roles} | dict.fromkeys(
-        step.masks, 0
-    )
+    declared = {step.roles[role]: value for role, value in values.items() if role in step.roles}
+    return declared | dict.fromkeys(step.masks, 0)
 
 
 def pad(
@@ -212,20 +211,18 @@ def pad(
     if by_attention(step):  # a loss may also tell padding by its id
         ids, shown = step.roles["ids"], step.roles["attention"]
         fill[ids] = int(step.batch[ids][step.batch[shown] == 0][0])
-    batch: Batch = {}
-    for key, value in step.batch.items():
-        if key in keys:
-            edge = value[:, -1:] if side == "right" else value[:, :1]
-            tail = edge.expand(-1, extra, *value.shape[2:]).clone()
-            if key in fill:
-                tail = torch.full_like(tail, fill[key])
-            elif key != step.roles.get("positions") and (value.is_floating_point() or _mask_like(step, key, value)):
-                tail = torch.zeros_like(tail)
-            elif new and key in unknown_integers(step):
-                tail = value.max() + 1 + torch.arange(tail.numel(), device=value.device).reshape(tail.shape)
-            batch[key] = torch.cat([value, tail] if side == "right" else [tail, value], dim=1)
-        else:
-            batch[key] = value
+    batch: Batch = dict(step.batch)
+    for key in keys:
+        value: Tensor = batch[key]
+        edge = value[:, -1:] if side == "right" else value[:, :1]
+        tail = edge.expand(-1, extra, *value.shape[2:]).clone()
+        if key in fill:
+            tail = torch.full_like(tail, fill[key])
+        elif key != step.roles.get("positions") and (value.is_floating_point() or _mask_like(step, key, value)):
+            tail = torch.zeros_like(tail)
+        elif new and key in unknown_integers(step):
+            tail = value.max() + 1 + torch.arange(tail.numel(), device=value.device).reshape(tail.shape)
+        batch[key] = torch.cat([value, tail] if side == "right" else [tail, value], dim=1)
     return batch
 
 

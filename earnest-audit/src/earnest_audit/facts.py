@@ -29,9 +29,9 @@ CLIPS = ("clip", "clip high", "bound")
 
 @dataclass(frozen=True)
 class Setting:
-    """Of the loss. ``modes``: the other modes of an option, each with a gradient of its own; of an "inert" setting, the
-    other legal values, where not every number is one (degrees of parallelism). ``twins``: pairs of modes that share a
-    gradient by definition; ``pure``: the value that leaves the divergence or the preference alone."""
+    """Of the loss. ``modes``: the other modes of an option, each with a gradient of its own; where not every
+    number is legal (a top-k, a number of ranks), the other legal ones. ``twins``: pairs of modes that share a gradient
+    by definition; ``pure``: the value that leaves the divergence or the preference alone."""
 
     value: Any
     kind: Kind = "setting"

@@ -15,7 +15,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from functools import wraps
 from typing import Any, Literal, get_args
 
 import torch
@@ -23,7 +22,7 @@ from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
-from earnest_audit.frontends.first_edition import renamed
+from earnest_audit.frontends.first_edition import with_old_names
 from earnest_audit.together import Together
 
 Role = Literal[
@@ -88,6 +87,7 @@ class Active:
     terms: Mapping[str, str]
 
 
+@with_old_names
 @dataclass
 class Step:
     """A training step and its declarations. Everything beyond model, loss and batch is optional.
@@ -102,14 +102,14 @@ class Step:
     ``optimizer``  the run's own; several, in the order in which they step: a list, or Together(muon, adamw)
     ``may_idle``   patterns of parameters that may legitimately get no gradient from a batch: ("*.experts.*",)
     ``clipped``    the parameters that are passed to clip_grad_norm_
-    ``backward``   fn(settings): the run's own backward pass on this batch, which leaves gradients in ``.grad`` (micro-
-                   batches, a fused kernel); law GL judges these gradients, law DF compares them with the loss's own
+    ``backward``   fn({setting: value}): the run's own backward pass on this batch, which leaves gradients in ``.grad``
+                   (micro-batches, a fused kernel); law GL judges them, law DF compares them with the loss's own
     ``update``     fn(): the run's own update from ``.grad`` (clip, guard, optimizer); hooks of the optimizer run in it,
                    and what it changes beside the trainable parameters and the optimizer is the caller's to restore
     ``weighed``    term -> the setting that weighs it, for every term of the loss: each has a gradient by itself
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
     ``wide``       the keys of the tensors that are padded with the rows, of any width; by default all that have their
-                   width or that of a narrower signal, which the verdict lists as a guess
+                   width or that of a narrower signal, which the verdict lists as a guess; () where none ever is
     ``masks``      the keys of further masks, which are 1 where another term of the loss is taken (a likelihood of a
                    tool's tokens beside a policy gradient)
     ``reduction``  "mean" or "sum": how the loss adds up its rows, where that is known; then law SE checks it
@@ -312,6 +312,11 @@ class Step:
         return "sft" if "labels" in self.roles else None
 
     @property
+    def grouped(self) -> bool:
+        """Whether rows are compared within their group."""
+        return not self.roles.keys().isdisjoint({"group", "rewards"})
+
+    @property
     def ratio_role(self) -> str:
         """Whose log-probs the ratio is to."""
         return "proximal" if "proximal" in self.roles else "behaviour"
@@ -325,17 +330,6 @@ class Step:
             return 1
         sizes = [t.shape[0] for t in tensors]
         return max(set(sizes), key=sizes.count)
-
-
-_made = Step.__init__
-
-
-@wraps(_made)
-def _step(self: Step, *args: Any, **given: Any) -> None:
-    _made(self, *args, **renamed(given))
-
-
-Step.__init__ = _step  # type: ignore[method-assign]
 
 
 def check_fields(declared: Mapping[str, Any]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -376,3 +377,9 @@ def test_padding_is_checked_where_the_loss_makes_its_mask(by: str) -> None:
     }
     right = "fails" if by == "nothing" else "holds"
     assert found["3 more columns of padding on the right"] == found["averages, 3 more columns of padding"] == right
+
+
+def test_more_padding_is_not_checked_where_nothing_is_ever_padded() -> None:
+    step = sft_step()
+    rows = {f.subject: f.outcome for f in audit(replace(step, wide=()), laws=[masks.LAW]).findings}
+    assert rows["more padding"] == "not applicable" and not any("columns of padding" in subject for subject in rows)

@@ -319,3 +319,32 @@ def test_one_packed_row_is_doubled_where_its_reduction_is_declared(twice: bool) 
     found = outcomes(Step(model=step.model, loss=loss, batch=one, roles=roles, reduction="mean"))
     assert found["every row twice"] == ("fails" if twice else "holds")
     assert "every row twice" not in outcomes(Step(model=step.model, loss=loss, batch=one, roles=roles))
+
+
+@pytest.mark.parametrize(("fault", "expected"), [(None, "warns"), ("in the term", "fails"), ("beside it", "fails")])
+def test_a_term_of_several_means_over_undeclared_counts(fault: str | None, expected: str) -> None:
+    """The depths of a multi-token prediction, each a mean over the targets that no image precedes. That is right, and
+    looks like rows that are coupled inside the term: it warns where no signal could be broadcast over the rows."""
+    image, step = 3, sft_step()
+
+    def loss(model: nn.Module, batch: Data, weight: float) -> Tensor:
+        ids, mask = batch["ids"], batch["mask"]
+        logs = model(ids).log_softmax(-1)
+        extra: Any = 0.0
+        for depth in (2, 3):
+            on = mask[:, depth:] * (ids[:, 1 : 1 - depth] != image)
+            lp = logs[:, :-depth].gather(-1, ids[:, depth:, None])[..., 0]
+            extra = extra - (lp * on).sum() / on.sum()
+        lp = logs[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
+        if fault == "in the term":  # [B, 1] beside [B]
+            extra = extra + ((lp.mean(-1, keepdim=True) - batch["scores"]) ** 2).mean()
+        mean = (lp * mask[:, 1:]).sum() / mask[:, 1:].sum()
+        return weight * extra - (mean * lp.sum(-1).exp().mean() if fault == "beside it" else mean)
+
+    ids = step.batch["ids"].clone()
+    ids[0, 2:4], ids[2, 5] = image, image
+    batch = {"ids": ids, "mask": (ids != image).float(), "scores": torch.arange(float(len(ids)))}
+    roles: dict[Any, str] = {"ids": "ids", "mask": "mask"} | ({"returns": "scores"} if fault == "in the term" else {})
+    settings = {"weight": Setting(0.3, "weight")}
+    found = outcomes(Step(model=step.model, loss=loss, batch=batch, roles=roles, settings=settings))
+    assert found[PARTS] == expected, found

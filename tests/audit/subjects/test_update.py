@@ -168,3 +168,15 @@ def test_the_parameters_that_are_off_most_are_named() -> None:
 
     names = [n for n, _ in subject(None).model.named_parameters()]
     assert first("one is not reduced") == f"Off most: {names[0]} (1 of {len(names)} parameters)"
+
+
+@pytest.mark.parametrize("fault", [None, "mean of means", "no zero_grad"])
+def test_an_update_that_never_clips_by_declaration(fault: str | None) -> None:
+    clipped = subject(fault)
+
+    def update(batches: Sequence[Mapping[str, Any]]) -> None:
+        clipped.update(batches, math.inf)
+
+    verdict = audit(Update(clipped.model, clipped.optimizer, update, clipped.loss, clipped.batch, clips=False))
+    assert verdict.holds is (fault is None), str(verdict)
+    assert not any("a clip that binds" in f.subject for f in verdict.findings)

@@ -9,11 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.facts import Metric, Setting
 
+T = TypeVar("T")
 NAMES = ("knobs", "options", "terms", "switches", "pure", "inert", "twins", "still", "neutral", "fixed")
 
 
@@ -60,3 +62,15 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
         for name in names:
             setting(name, kind=kind)
     return {**new, "settings": settings, "metrics": metrics}
+
+
+def with_old_names(step: type[T]) -> type[T]:
+    """The class ``Step``, which also takes the old names."""
+    made = step.__init__
+
+    @wraps(made)
+    def init(self: T, *args: Any, **given: Any) -> None:
+        made(self, *args, **renamed(given))
+
+    step.__init__ = init  # type: ignore[method-assign, assignment]
+    return step

@@ -31,6 +31,7 @@ from earnest_audit.measure import RecordingBatch
 from earnest_audit.probe import Change, Probe, settings_text
 from earnest_audit.restore import seeded
 from earnest_audit.step import Step
+from earnest_audit.subjects.base import gap, largest
 
 TEXTS = ("ids", "chosen", "rejected")
 SHOWN = ("attention", "chosen_attention", "rejected_attention")
@@ -306,7 +307,7 @@ def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:
     before, again, redrawn = logprobs(seed), logprobs(seed), logprobs(seed + 1)
     with probe.perturbed(0.2):
         after = logprobs(seed)
-    noise, drawn, change = (_largest_difference(before, other) for other in (again, redrawn, after))
+    noise, drawn, change = (largest(gap(before, other)) for other in (again, redrawn, after))
     yield LAW.finding(
         "the reference policy, drawn again", f"another seed changed it by {drawn:.2g}", "0", drawn <= 4 * noise,
         "The reference is random: its model is in train mode (dropout), or it samples. Its noise is in every KL and "
@@ -317,11 +318,6 @@ def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:
         "The reference changes with the policy: both are the same weights (an adapter that was injected in place, a "
         "disable_adapter() that is not used as a context manager). Its KL is 0 whatever happens.",
     )  # fmt: skip
-
-
-def _largest_difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference; equal infinities do not differ."""
-    return float(torch.where(a == b, torch.zeros_like(a), a - b).abs().max()) if a.numel() else 0.0
 
 
 LAW = Law("IG", "inputs", __doc__, check)

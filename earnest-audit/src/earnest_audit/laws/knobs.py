@@ -148,9 +148,9 @@ def _trials(
     """
     step, clip = probe.step, knob in probe.step.clips
     others = candidates(value)[: 2 if at_one else None]
-    if clip and isinstance(value, float) and 0 < value < 1:
-        others[1:3] = others[2:0:-1]
-    if clip and isinstance(value, float) and 0 < value < 0.1:  # such as GSPO's: every ratio is beyond it
+    below = value if clip and isinstance(value, float) and 0 < value < 1 else 1.0
+    others[1:3] = others[2:0:-1] if below < 1 else others[1:3]
+    if below < 0.1:  # such as GSPO's: every ratio is beyond it
         yield from (("", batch, 1.5 * value) for batch in _beside(probe, base, value, rows=False))
         others = others[::-1] if value < 0.01 else others  # the far end first
     opposite = probe.kept_batch("off-policy, opposite", lambda: edits.opposite(step, base) or {})

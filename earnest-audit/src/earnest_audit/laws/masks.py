@@ -70,10 +70,6 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
     )  # fmt: skip
 
 
-def _coupled(probe: Probe) -> bool:
-    return probe.step.rows_interact or bool({"group", "rewards"} & probe.step.roles.keys())
-
-
 def _padding(probe: Probe) -> Rows:
     step = probe.step
     paired = all(s in step.roles for s in edits.SIDES)
@@ -83,6 +79,8 @@ def _padding(probe: Probe) -> Rows:
     ):
         what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
         raise Ends(LAW.not_declared("more padding", what))
+    if edits.readings(step) == [set()]:
+        raise Ends(LAW.not_applicable("more padding", "no tensor is padded, by declaration"))
     for side in ("right", "left"):
         subject = f"3 more columns of padding on the {side}"
         if side == "left" and not _pads_left(probe):
@@ -111,7 +109,7 @@ def _pads_left(probe: Probe) -> bool:
 
 def _masked_row(probe: Probe) -> Rows:
     step, whole = probe.step, probe.gradient()
-    if _coupled(probe):
+    if step.rows_interact or step.grouped:
         raise Ends(LAW.not_applicable(MASKED, "rows interact by declaration"))
     least = step.rows / (step.rows + 1)
     with probe.may_refuse(MASKED, "one more row cannot be run"):
@@ -119,8 +117,7 @@ def _masked_row(probe: Probe) -> Rows:
     if not masked.finite() and not step.empty_rows:
         raise Ends(LAW.not_applicable(MASKED, "every row has a supervised token, by declaration"))
     if not masked.finite():
-        why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Where no row is without one: "
-        why += "empty_rows=False.)"
+        why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Or declare empty_rows=False.)"
         raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
     factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
     yield probe.fair(LAW.finding(

@@ -81,7 +81,7 @@ def _twice(probe: Probe, whole: Gradient) -> Rows:
     factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
     # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
     # see that there are twice as many rows.
-    coupled = not outcome and (step.rows_interact or _grouped(step))
+    coupled = not outcome and (step.rows_interact or step.grouped)
     yield LAW.finding(
         TWICE, f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
         "-" if coupled else EXPECTED[step.reduction], "not applicable" if coupled else outcome,
@@ -89,10 +89,6 @@ def _twice(probe: Probe, whole: Gradient) -> Rows:
         "(undeclared: makes it shorter or more than doubles it): the normaliser is not a count of what is summed, is "
         "missing, or is applied twice.",
     )  # fmt: skip
-
-
-def _grouped(step: Step) -> bool:
-    return bool({"group", "rewards"} & step.roles.keys())
 
 
 def _parts(probe: Probe) -> Rows:
@@ -106,14 +102,13 @@ def _parts(probe: Probe) -> Rows:
     outcome = found.within(probe.tolerance)
     measured = f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}"
     expected = f"≤ {probe.tolerance:.2g}, no weight below 0"
-    if not outcome and _grouped(step):
+    if not outcome and step.grouped:
         raise Ends(LAW.not_applicable(WHOLE, measured, "Rows of a group are coupled by their rewards."))
     off = None if outcome or not step.terms_off else _terms_off(probe)
     if off == []:
         outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
     if not outcome and (even := _even(probe)) is not None and even.within(probe.tolerance):
-        # Terms with normalisers of their own (a mean over rows, another over tokens) weigh a part twice. Where every
-        # row has as many tokens, all these means are the same.
+        # Where every row has as many tokens, a mean over rows and one over tokens are the same.
         raise Ends(LAW.finding(
             f"{WHOLE} (uneven)", f"{measured}; with equally many tokens in every row by {even.rest:.2g}", expected,
             "not declared",
@@ -123,8 +118,7 @@ def _parts(probe: Probe) -> Rows:
         f"{WHOLE} (uneven)", measured, expected, outcome,
         "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
         "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
-        "Where rows are coupled on purpose, or terms divide by counts that no role declares, declare "
-        "rows_interact=True.",
+        "Where rows are coupled on purpose, or terms divide by counts without a role, declare rows_interact=True.",
     )  # fmt: skip
     plain = step.roles.keys().isdisjoint(edits.INPUTS)  # else a signal may be broadcast over the rows
     yield LAW.doubtful(row) if plain and off and set(off) <= set(step.switches) else row

@@ -88,8 +88,7 @@ class AdvantageEstimator(Subject, name="advantages"):
         if self.interleaved:  # rows of a group need not stand together, unless the estimator assumes it
             groups = groups[torch.randperm(len(groups), generator=rng)]
         rewards = self._draw(groups, rng)
-        why = "The estimator writes into its inputs: what is logged or used afterwards are not the rewards any more. "
-        why += "(Where that is intended, declare in_place=True.)"
+        why = "The estimator writes into its inputs: what is read later is no reward. (Or declare in_place=True.)"
         given, unchanged = self.untouched(self.fn, {"rewards": rewards, "groups": groups}, why)
         given = torch.as_tensor(given).detach().reshape(-1).clone()
         base, room = given.float(), self._room(rewards, groups, given)
@@ -279,10 +278,8 @@ class AdvantageEstimator(Subject, name="advantages"):
         found = largest = float(given.abs().max()) if finite else math.inf
         if self.values is None:  # one wrong answer among rewards whose squares are rounded
             largest = max(found, float(self._run(torch.where(right, 0.0, ROUNDS), groups).abs().max()))
-        why = (
-            "One different answer gets an unbounded advantage: it is divided by the others' spread, which is 0 or the "
-        )
-        why += "rounding of a difference of squares."
+        why = "One different answer gets an unbounded advantage: it is divided by the others' spread, which is 0 or "
+        why += "the rounding of a difference of squares."
         subject = "one right answer among wrong ones"
         yield self.finding(subject, f"largest {largest:.3g}", f"≤ {bound:g}", largest <= bound, why)
         if not finite or bool(right.all()):  # groups of one

@@ -38,12 +38,12 @@ class Collator(Subject, name="collator"):
     targets      exactly the declared tokens of an example are supervised in the batch
     columns      a column of the batch has what is declared of each example
 
-    Needs: ``fn(examples)`` -> a dict of tensors [B, …]; ``pads`` is column -> padding value: trailing and leading
-    entries of that value are not compared. ``unpack(batch)`` cuts a packed batch into its documents, each a dict of
-    columns. ``targets(example)`` are the supervised labels of an example, in order; they are in its row (its document,
-    with unpack) of the column ``labels``, where others have ``ignore``. ``columns`` is column -> fn(example), what
-    its row (its document) has to be, padding aside. ``keeps(example)``: whether a filter keeps this example; the rest
-    is then about the kept ones.
+    Needs: ``fn(examples)`` -> a dict of tensors [B, …] (a stage that returns rows: stack them); ``pads`` is column ->
+    padding value: trailing and leading entries of that value are not compared. ``unpack(batch)`` cuts a packed batch
+    into its documents, each a dict of columns. ``targets(example)`` are the supervised labels of an example, in order;
+    they are in its row (its document, with unpack) of the column ``labels``, where others have ``ignore``. ``columns``
+    is column -> fn(example), what its row (its document) has to be, padding aside. ``keeps(example)``: whether a filter
+    keeps this example; the rest is then about the kept ones.
     How: The examples are collated as they are, again, in another order, and each alone; real entries are compared,
     floats up to rounding. All calls but the second begin from a deep copy of ``fn`` that was never called.
     Exceptions: Stages that pack, sample, remove duplicates or draw for each row mix examples by design: rows=False

@@ -93,10 +93,10 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
     and the same again in a second call
     accumulate(model, [B, B]) has the direction of accumulate(model, [B]), whatever is taken per micro-batch
 
-    Needs: ``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are uneven row
-    counts. ``rows_interact``: a part of the loss is taken per micro-batch by design (a router's load balancing).
-    ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show it.
-    ``stateful=True``: one call changes the next by design (a running statistic beside the model).
+    Needs: ``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are row counts,
+    uneven ones where that is legal. ``rows_interact``: a part of the loss is taken per micro-batch by design (a
+    router). ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show
+    it. ``stateful=True``: one call changes the next by design (a running statistic beside the model).
     How: The batch in one piece, once more, and cut unevenly (also with a part without a gradient, where the batch has
     such rows); the tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
     Exceptions: With rows_interact=True the batch is only given twice. A clip that does not bind is not detected here:

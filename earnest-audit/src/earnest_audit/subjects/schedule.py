@@ -31,9 +31,9 @@ class Schedule(Subject, name="schedule"):
     Needs: ``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak``, ``final`` and ``warmup`` may have one per group too.
     ``warmup`` is the number of steps in which the rate rises. ``ends`` is the step at which the final rate is reached:
-    ``total``, or an earlier one where it is held for the rest of the run; with it, or with a final rate of 0, the last
-    steps are checked. ``restarts=True`` where the rate rises again after the warm-up by design. ``settings`` (decay
-    steps, a power, a floor) are numbers, handed to ``rates`` by name, and each has to matter.
+    ``total`` (after the last step), or an earlier one where it is held for the rest of the run; with it, or with a
+    final rate of 0, the last steps are checked. ``restarts=True`` where the rate rises again after the warm-up by
+    design. ``settings`` (decay steps, a power, a floor) are numbers, handed to ``rates`` by name; each has to matter.
     ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
     How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
     Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a
