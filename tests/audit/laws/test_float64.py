@@ -108,3 +108,17 @@ def test_margins_without_a_reference_are_made_large(seed: int, coarse: bool) -> 
     assert outcome(lambda x: F.logsigmoid(x.float()), logprobs=scores) == "holds"
     assert outcome(lambda x: x.sigmoid().log(), logprobs=scores) == "fails"
     assert outcome(lambda x: x.sigmoid().log()) == "not applicable"  # and the row says so
+
+
+def test_a_step_whose_last_place_decides_is_not_judged() -> None:
+    """Of which entries count, rounding in 16 bits decides, and one unit of the weights does in float64, too."""
+
+    def loss(model: nn.Module, batch: Any) -> Tensor:
+        found = model(batch["x"])
+        return (found.square() * ((1e4 * found.detach().double()).sin() > 0)).sum()
+
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(0)).bfloat16()
+    torch.manual_seed(0)
+    step = Step(model=nn.Linear(16, 4).bfloat16(), loss=loss, batch={"x": x})
+    found = {f.subject: f for f in audit(step, laws=[shadow.LAW]).findings}["the batch"]
+    assert found.outcome == "not applicable" and "moves the float64 gradient itself" in found.measured, found

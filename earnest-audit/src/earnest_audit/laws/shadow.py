@@ -173,7 +173,7 @@ def _nudged(probe: Probe, shadow: Probe, batch: edits.Batch) -> Gradient:
             for p in weights:
                 sign = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
                 p.addcmul_(p.abs(), sign, value=probe.coarsest)
-        return shadow.gradient(batch)
+        return shadow.gradient(dict(batch))  # a copy, so that it is really run again
 
 
 def _head(probe: Probe) -> Tensor | None:
