@@ -107,7 +107,9 @@ def _parts(probe: Probe) -> Rows:
     off = None if outcome or not step.terms_off else _terms_off(probe)
     if off == []:
         outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
-    if not outcome and (even := _even(probe)) is not None and even.within(probe.tolerance):
+    plain = step.roles.keys().isdisjoint(edits.INPUTS)  # else a signal may be broadcast over the rows
+    doubted = plain and off and set(off) <= set(step.switches)
+    if not outcome and not doubted and (even := _even(probe)) is not None and even.within(probe.tolerance):
         # Where every row has as many tokens, a mean over rows and one over tokens are the same.
         raise Ends(LAW.finding(
             f"{WHOLE} (uneven)", f"{measured}; with equally many tokens in every row by {even.rest:.2g}", expected,
@@ -120,8 +122,7 @@ def _parts(probe: Probe) -> Rows:
         "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
         "Where rows are coupled on purpose, or terms divide by counts without a role, declare rows_interact=True.",
     )  # fmt: skip
-    plain = step.roles.keys().isdisjoint(edits.INPUTS)  # else a signal may be broadcast over the rows
-    yield LAW.doubtful(row) if plain and off and set(off) <= set(step.switches) else row
+    yield LAW.doubtful(row) if doubted else row
 
 
 def _terms_off(probe: Probe) -> list[str] | None:
