@@ -1,5 +1,5 @@
-"""Audit what other libraries release: verl's losses and advantages, torchtune's losses, collators and schedules,
-tinker-cookbook's losses and schedules, prime-rl's losses, PEFT's adapters, TRL's trainers.
+"""Audit what other libraries release: verl's losses and advantages, torchtune's losses, collators, schedule and
+recipes, tinker-cookbook's losses and schedules, prime-rl's losses, PEFT's adapters, TRL's trainers.
 
     python -m benchmarks.audit_released [--library NAME] [--out benchmarks/results/audit_released.json] [--table]
 
@@ -41,8 +41,9 @@ LIBRARIES: dict[str, tuple[Callable[[], Named], str, tuple[str, ...]]] = {
     "prime-rl": (prime_rl, "", ()),
     "tinker-cookbook": (tinker_cookbook, "tinker-cookbook", ("tinker-cookbook", "tinker", "chz", "blobfile", "lxml",
                                                              "termcolor")),
-    "torchtune": (torchtune, "torchtune", ("torchtune", "torchao==0.11.0", "omegaconf", "antlr4-python3-runtime==4.9.*",
-                                           "blobfile", "kagglehub", "sentencepiece", "tiktoken")),
+    "torchtune": (torchtune, "torchtune", ("torchtune", "torchao==0.11.0", "torchdata==0.11.0", "omegaconf",
+                                           "antlr4-python3-runtime==4.9.*", "blobfile", "kagglehub", "sentencepiece",
+                                           "tiktoken")),
     "trl": (trl, "trl", ()),
     "verl": (verl, "verl", ("verl", "tensordict", "omegaconf", "antlr4-python3-runtime==4.9.*", "codetiming", "pyvers",
                             "hydra-core", "orjson", "cloudpickle", "ray", "msgpack")),

@@ -1,4 +1,4 @@
-"""torchtune: losses, advantages, collators, the schedule."""
+"""torchtune: losses, advantages, collators, the schedule, recipes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from benchmarks.released import recipes
 from earnest_audit import GAE, AdvantageEstimator, Collator, Metric, Schedule, Setting, Step
 from tests.audit.steps import Tiny, dpo_step, sequence_logprobs, sft_step, token_batch
 
@@ -86,6 +87,7 @@ def torchtune() -> Named:
             lambda e: dict(zip(("ids", "labels"), data.padded_collate_dpo(e), strict=True)), both, rows=False
         ),
     )
+    yield from recipes.torchtune_recipes()
 
 
 def ppo(loss_type: Any) -> Step:
