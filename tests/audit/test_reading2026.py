@@ -1,4 +1,4 @@
-"""The readings by strangers (``tests/audit/reading2026``, ``reading2026b`` to ``k``): what was detected stays
+"""The readings by strangers (``tests/audit/reading2026``, ``reading2026b`` to ``l``): what was detected stays
 detected, and no right step gets a new alarm. All numbers are in benchmarks/results (benchmarks/audit_blind.py
 --strangers)."""
 
@@ -16,7 +16,8 @@ from tests.audit.reading2026.base import Case, Right
 from tests.audit.steps import most
 
 UNFIT = {n: import_module(package).READING.unfit for n, package in enumerate(STRANGERS, 1)}
-SIZES = {
+SIZES = {n: (0, 100) for n in UNFIT} | dict.fromkeys((1, 2, 3, 11), (40, 40)) | {8: (40, 100), 9: (40, 100), 12: (40, 60)}
+"""Defects and right steps."""
     n: (40, 40) if n < 4 or n == 11 else (40, 100) if n in (8, 9) else (0, 100) for n in UNFIT
 }  # defects, right steps
 CASES = [case for number in UNFIT for case in READINGS[number][1]]
