@@ -16,10 +16,9 @@ from tests.audit.reading2026.base import Case, Right
 from tests.audit.steps import most
 
 UNFIT = {n: import_module(package).READING.unfit for n, package in enumerate(STRANGERS, 1)}
-SIZES = {n: (0, 100) for n in UNFIT} | dict.fromkeys((1, 2, 3, 11), (40, 40)) | {8: (40, 100), 9: (40, 100), 12: (40, 60)}
-"""Defects and right steps."""
-    n: (40, 40) if n < 4 or n == 11 else (40, 100) if n in (8, 9) else (0, 100) for n in UNFIT
-}  # defects, right steps
+BOTH = dict.fromkeys((1, 2, 3, 11), (40, 40)) | dict.fromkeys((8, 9), (40, 100)) | {12: (40, 60)}
+SIZES = dict.fromkeys(UNFIT, (0, 100)) | BOTH
+"""Defects and right steps of each reading."""
 CASES = [case for number in UNFIT for case in READINGS[number][1]]
 RIGHT = [one for number in UNFIT for one in READINGS[number][2]]
 

@@ -1,5 +1,5 @@
-"""The twelfth reading by strangers: four readers (``gg``, ``hh``, ``ii`` and ``jj``), each in families of its own, wrote
-forty defects from public issues of 2026 beside their fixes and sixty right but unusual pieces of training code.
+"""The twelfth reading by strangers: four readers (``gg``, ``hh``, ``ii`` and ``jj``), each in families of its own,
+wrote forty defects from public issues of 2026 beside their fixes and sixty right but unusual pieces of training code.
 
 Four further persons declared them (``declared``, ``DECLARE.md``): they saw neither titles nor broken versions, and not
 which cases are defects. Everything was committed before any case was audited.
