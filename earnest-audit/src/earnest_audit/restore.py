@@ -119,7 +119,7 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_u
         tensors = {i: t for i, t in tensors.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
     if optimizer is not None:
         tensors |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    reached = [] if optimizer is None else _reached(optimizer)
+    reached = [] if optimizer is None else held_by(optimizer)
     kept = [(t, t.requires_grad, t.grad) for t in tensors.values()]
     modes = {id(m): m.training for m in model.modules()}
     undo = remembered([*tensors.values(), *reached])
@@ -137,15 +137,6 @@ def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_u
                 t.requires_grad_(flag)
         for m in model.modules():
             m.training = modes.get(id(m), m.training)
-
-
-def remember(optimizer: torch.optim.Optimizer) -> Callable[[], None]:
-    """A function that puts everything the optimizer keeps back, into the same dicts, lists and tensors.
-
-    ``load_state_dict`` would not do: it casts floating state to the parameter's dtype (fp32 master weights of bf16
-    parameters lose their bits) and replaces the groups that a schedule may hold.
-    """
-    return remembered(_reached(optimizer))
 
 
 def buffers(model: nn.Module) -> Callable[[], None]:
@@ -166,8 +157,9 @@ def remembered(values: Iterable[Any]) -> Callable[[], None]:
     return undo
 
 
-def _reached(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What an optimizer keeps beside its parameters, at any depth, itself included: each object once."""
+def held_by(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What an optimizer keeps beside its parameters, at any depth, itself included: each object once. To put it back,
+    ``load_state_dict`` would not do: it casts to the parameter's dtype, and replaces groups that a schedule holds."""
     seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
     todo, found = [optimizer], list[Any]()
     while todo:
@@ -209,7 +201,7 @@ def _refill(value: Any, content: Any) -> None:
 
 def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Every plain tensor that an optimizer keeps beside its parameters, at any depth."""
-    return (value for value in _reached(optimizer) if type(value) in (Tensor, nn.Parameter))
+    return (value for value in held_by(optimizer) if type(value) in (Tensor, nn.Parameter))
 
 
 def _bits(t: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from earnest.signals.batch import Batch
 from earnest_audit import Finding, Verdict, audit
 from earnest_audit.laws import LAWS, liveness
 from earnest_audit.probe import Probe
-from earnest_audit.restore import remember
+from earnest_audit.restore import held_by, remembered
 from earnest_audit.step import Active, Step
 from earnest_audit.verdict import judged
 
@@ -103,7 +103,7 @@ def restored(engine: LocalEngine) -> Iterator[None]:
     """
     parameters = [p.detach().clone() for p in engine.parameters]
     gradients = [p.grad for p in engine.parameters]
-    optimizer = remember(engine.optimizer)
+    optimizer = remembered(held_by(engine.optimizer))
     version, state = engine.version, copy.deepcopy(engine.objective_state)
     guard, outer = engine.guard, engine.outer
     held = {k: v.clone() for k, v in guard.state_dict().items()} if guard else {}

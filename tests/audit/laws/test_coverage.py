@@ -323,3 +323,38 @@ def test_clipped_tokens_are_told_from_missing_ones_where_the_step_refuses_wide_c
     step = Step(model, loss, batch, roles, settings={"clip": 0.2}, rows_interact=True)
     right = pessimistic and last
     assert outcome(step, coverage.LAW, EVERY) == ("not declared" if not declared else "holds" if right else "fails")
+
+
+@pytest.mark.parametrize("cut", [False, True])
+def test_answers_that_branch_off_one_prompt_share_its_last_output(cut: bool) -> None:
+    """Prefix grouping: the prompt's last output predicts the first token of every answer, so fewer outputs than tokens
+    have a gradient. ``cut``: an answer's last token is left out of the loss and counted."""
+
+    class Placed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.place, self.head = nn.Embedding(20, 8), nn.Embedding(8, 8), nn.Linear(8, 20)
+
+        def forward(self, ids: Tensor, places: Tensor) -> Tensor:
+            return self.head((self.embed(ids) + self.place(places)).tanh())
+
+    source = torch.tensor([0, 0, 1, 2, 3, 2, 5])  # two answers of two tokens behind a prompt of three
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        lp = model(batch["ids"], batch["places"]).log_softmax(-1)[:, source]
+        taken = batch["mask"] * (torch.arange(len(source)) < len(source) - 1) if cut else batch["mask"]
+        return -(lp.gather(-1, batch["ids"][..., None])[..., 0] * taken).sum() / batch["mask"].sum()
+
+    torch.manual_seed(0)
+    mask = torch.tensor([0.0, 0, 0, 1, 1, 1, 1]).expand(3, -1)
+    batch = {
+        "ids": torch.randint(20, (3, 7)),
+        "places": torch.tensor([0, 1, 2, 3, 4, 3, 4]).expand(3, -1),
+        "mask": mask,
+    }
+    step = Step(
+        model=Placed(), loss=loss, batch=batch, roles={"ids": "ids", "positions": "places", "mask": "mask"},
+        family="sft", wide=(),
+    )  # fmt: skip
+    found = outcomes(step, coverage.LAW)
+    assert found.get("every supervised position", "holds") == ("fails" if cut else "holds"), found

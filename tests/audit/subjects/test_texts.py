@@ -68,6 +68,17 @@ def test_a_prompt_is_the_beginning_of_what_is_trained_on() -> None:
     assert "the messages afterwards" in failed(template("writes"))
 
 
+def test_a_mask_that_runs_on_over_the_next_question_is_seen() -> None:
+    """A few tokens too many: only words in front of the question change what is supervised."""
+    right = template()
+
+    def tokens(messages: list[Mapping[str, Any]]) -> tuple[list[int], list[int]]:
+        out, mask = right.tokens(messages)
+        return out, [int(any(mask[max(0, i - 6) : i + 1])) for i in range(len(mask))]
+
+    assert "words of others" in failed(ChatTemplate(tokens, right.prompt, TALK, end=END))
+
+
 def test_a_generation_prompt_is_not_supervised() -> None:
     """NeMo Automodel #3739: an empty block of reasoning, which the prompt already has, is trained."""
     assert failed(template("generation prompt")) == {"generation prompts"}

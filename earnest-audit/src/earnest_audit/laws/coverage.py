@@ -7,7 +7,8 @@ term on other tokens), some are supervised alone, and the row is "a sample of su
 Exceptions: A clipped token has a zero gradient by design, so it needs one in one of several states: the opposite
 advantages (or rewards), wide bounds, ratio 1; for a critic, returns far above and below. Rows and tokens of weight or
 advantage 0 are left out, and rows without any gradient. A loss that drops tokens on purpose declares drops_tokens=True.
-Where rows interact (a mean over all tokens is taken off), one token alone may have none.
+Where rows interact (a mean over all tokens is taken off), one token alone may have none. Answers that branch off one
+prompt are predicted by one output, so fewer outputs than tokens have a gradient: some are supervised alone.
 Detects: ms-swift #7838, Megatron-Bridge #3359, marin #7237, TRL #4201, end-of-turn tokens masked because pad = eos
 """
 
@@ -83,13 +84,21 @@ def _every_position(probe: Probe, on: Tensor) -> Finding:
         return LAW.not_applicable(POSITIONS, NONE + aside)
     if (short := _short(probe, on, {})) is None and probe.quiet:  # a term may be taken on other tokens
         short = _short(probe, on, probe.quiet)
-    if short is None:
+    if short is None or (bool(short.any()) and _branches(step, on)):
         return _by_trial(probe, sure if "labels" in step.roles else sure & ~(on[:, :1] & ~sure[:, :1]), aside)
     part = (short > 0) & (short < sure.sum(-1))  # whole rows may be left out, as one without a teacher
     rows = [f"{int(short[row])} of row {row}" for row in part.nonzero()[:, 0]]
     measured = f"{count - int(short.sum())} of {count} have a gradient" if bool(short.any()) else f"all {count} matter"
     expected = DROPPED if step.drops_tokens else "all, in rows that have any" if bool(short.any()) else "all"
     return LAW.finding(POSITIONS, measured + aside, expected, not rows or step.drops_tokens, ", ".join(rows[:3]) + WHY)
+
+
+def _branches(step: Step, on: Tensor) -> bool:
+    """Whether supervised tokens of a row share a position, as answers do that branch off one prompt."""
+    where = step.value("positions")
+    if where is None or where.shape != on.shape:
+        return False
+    return any(len(p[o].unique()) < o.sum() for p, o in zip(where, on, strict=True))
 
 
 def _short(probe: Probe, on: Tensor, off: Mapping[str, float]) -> Tensor | None:

@@ -227,7 +227,7 @@ class ChatTemplate(Subject, name="chat template"):
         if self.trained is not None:
             answers = [i for i in answers if i in self.trained]
         others = [i for i in range(len(messages)) if i not in answers]
-        moved = [str(i) for i in others if self._taught(_other(messages, i)) != taught]
+        moved = [str(i) for i in others if any(self._taught(_other(messages, i, f)) != taught for f in (False, True))]
         more = ": other words of a user, the system or an answer that is not trained change what is supervised."
         yield self.none("words of others", moved, f"{len(moved)} of {len(others)} messages are supervised", more)
         deaf = [str(i) for i in answers if self._taught(_other(messages, i)) == taught]
@@ -300,9 +300,10 @@ class ChatTemplate(Subject, name="chat template"):
         return [t for t, on in zip(ids, mask, strict=True) if on]
 
 
-def _other(messages: Messages, changed: int) -> list[Mapping[str, Any]]:
+def _other(messages: Messages, changed: int, front: bool = False) -> list[Mapping[str, Any]]:
     """The messages, one with more words."""
-    more = {"content": f"{messages[changed]['content']} 7 x"}
+    words = messages[changed]["content"]
+    more = {"content": f"7 x {words}" if front else f"{words} 7 x"}
     return copy.deepcopy([{**m, **more} if i == changed else m for i, m in enumerate(messages)])
 
 

@@ -25,8 +25,7 @@ class Schedule(Subject, name="schedule"):
 
     lr(k, total) rises in the warm-up (where one is declared) and never after it, is at its peak then, and reaches its
     end at k = total (or at ``ends``), not before, and is never below it after the peak; each parameter group has its
-    own peak and end;
-    another value of a setting gives other rates; ranks that average their gradients have one rate
+    own peak and end; another value of a setting gives other rates; ranks that average their gradients have one rate
 
     Needs: ``rates(total, ranks)`` -> the learning rate of every optimizer step that a run of ``total`` steps really
     takes; one number per step, or one per group: then ``peak``, ``final`` and ``warmup`` may have one per group too.
