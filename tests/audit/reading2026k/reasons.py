@@ -7,8 +7,8 @@ MISSES = {
     "declaration states which documents belong together, so no law cuts the row",
     "dd/d04_ipo_packed_row_length": "as dd/d02: pairs of documents in one packed row; the rest is a factor per pair, "
     "which only a second path shows",
-    "dd/d10_teacher_logp_one_position_late": "the teacher's scores have another width than the tokens, so no law "
-    "knows which score belongs to which token",
+    "dd/d10_teacher_logp_one_position_late": "the teacher's scores have another width than the tokens, so it is "
+    "not known which score belongs to which token",
     "ee/d09_fake_quant_clamp": "the step rounds its weights at ties, so one unit in the last place moves the gradient "
     "by 0.06, and gradients count as equal up to 0.5 (the verdict notes it since)",
     "ff/d02_muon_decay_lost": "no subject has the settings of an optimizer",
