@@ -6,10 +6,11 @@ Every tool gets an environment of its own in ``.peers/NAME`` (its package over t
 in a process of its own. One function per tool applies it as its README describes, to everything of the corpus that it
 has an entry point for; what it has none for counts as "not covered" and not as detected.
 
-The corpus: the thirty public defects (``tests/audit/corpus``) and the forty of 2026 (``tests/audit/blind2026``), each
-beside its fix, and right steps (four families from two seeds, forty unusual ones). A defect is detected if the tool
-reports something on it that it does not report on its fix. A right step or a fix on which a tool reports a failure is a
-false alarm. Warnings are counted apart. A line of declaration is one argument, or one entry of a mapping.
+The corpus: the thirty public defects (``tests/audit/corpus``), the forty of 2026 (``tests/audit/blind2026``) and
+those of the readings by strangers (``tests/audit/reading2026*``), each beside its fix, and right steps (four families
+from two seeds, and the unusual ones of all readings). A defect is detected if the tool reports something on it that it does not
+report on its fix. A right step or a fix on which a tool reports a failure is a false alarm. Warnings are counted apart.
+A line of declaration is one argument, or one entry of a mapping.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the corpus is the tests' own
 
+from benchmarks.audit_blind import READINGS
 from benchmarks.peers_machinery import accumulates, merged, resumes, survives, synced
 from earnest_audit import Accumulation, Merge, MergedLayer, Resume, RoundTrip, Step, WeightSync, audit
 from tests.audit.blind2026 import CASES, RIGHT
@@ -48,6 +50,7 @@ from tests.audit.steps import STEPS
 assert losses and machinery and policy
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "audit_peers.json"
+CORPORA = {"public": "thirty", "2026": "2026", "reading": "readings"}  # how its cases' names begin -> its name
 Found = tuple[list[str], list[str], int]  # failures, warnings, lines of declaration
 
 
@@ -67,6 +70,12 @@ def corpus() -> Iterator[tuple[str, str, Callable[[], Any]]]:
         yield f"{family}, seed {seed}", "right", lambda f=family, s=seed: STEPS[f](seed=s)
     for r in RIGHT:
         yield f"unusual {r.id}", "right", r.make
+    for number, (_, cases, right, _) in list(READINGS.items())[1:]:
+        for c in cases:
+            yield f"reading {number} {c.id}", "broken", lambda c=c: c.make(True)
+            yield f"reading {number} {c.id}", "fixed", lambda c=c: c.make(False)
+        for r in right:
+            yield f"reading {number} {r.id}", "right", r.make
 
 
 class Whole(nn.Module):
@@ -257,18 +266,31 @@ TOOLS: dict[str, tuple[Callable[[Any], Found], str]] = {
 }
 
 
+def every(function: Callable[[Any], Found], thing: Any) -> Found:
+    """What is reported on each of several declarations of one case that the tool has an entry point for."""
+    things, found = thing if isinstance(thing, list) else [thing], []
+    for one in things:
+        with contextlib.suppress(NotCovered):
+            found.append(function(one))
+    if not found:
+        raise NotCovered
+    failed, warned = ([row for f in found for row in f[i]] for i in (0, 1))
+    return failed, warned, sum(f[2] for f in found)
+
+
 def apply(tool: str) -> dict[str, Any]:
     """All of the corpus through one tool, in this process."""
     function, package = TOOLS[tool]
     rows = []
     for name, kind, make in corpus():
-        thing = make()
         begun = time.perf_counter()
         row: dict[str, Any] = {"case": name, "kind": kind}
         try:
+            thing = make()
+            begun = time.perf_counter()
             with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
                 warnings.simplefilter("ignore")
-                failed, warned, lines = function(thing)
+                failed, warned, lines = every(function, thing)
             row |= {"failures": sorted(set(failed)), "warnings": sorted(set(warned)), "lines": lines}
         except NotCovered:
             row |= {"failures": [], "warnings": [], "covered": False}
@@ -295,24 +317,24 @@ def environment(name: str, packages: Sequence[str] = (), dependencies: bool = Fa
 
 
 def summary(result: Mapping[str, Any]) -> dict[str, Any]:
-    """Counts of one tool."""
-    rows = result["rows"]
+    """Counts of one tool, over what it has an entry point for."""
+    rows = [r for r in result["rows"] if r.get("covered", True)]
     fixed = {r["case"]: r for r in rows if r["kind"] == "fixed"}
     broken = [r for r in rows if r["kind"] == "broken"]
     right = [r for r in rows if r["kind"] != "broken"]
 
-    def seen(r: Mapping[str, Any], *keys: str) -> bool:
-        return any(set(r[k]) - set(fixed[r["case"]][k]) for k in keys)
+    def new(r: Mapping[str, Any], *keys: str) -> bool:
+        return any(set(r[k]) - set(fixed[r["case"]][k] if r["case"] in fixed else ()) for k in keys)
 
-    covered = [r for r in rows if r.get("covered", True) and "error" not in r]
-    lines = [r["lines"] for r in covered]
-    seconds = sorted(r["seconds"] for r in covered if "seconds" in r)
+    def seen(corpus: str) -> int:
+        return sum(new(r, "failures") for r in broken if r["case"].startswith(corpus))
+
+    ran = [r for r in rows if "error" not in r]
+    lines, seconds = [r["lines"] for r in ran], sorted(r["seconds"] for r in ran if "seconds" in r)
     return {
-        "thirty": sum(seen(r, "failures") for r in broken if r["case"].startswith("public")),
-        "new": sum(seen(r, "failures") for r in broken if r["case"].startswith("2026")),
-        "warned": sum(seen(r, "warnings") and not seen(r, "failures") for r in broken),
-        "defects": len(broken), "right": len(right), "errors": sum("error" in r for r in rows),
-        "covered": sum(r.get("covered", True) for r in broken),
+        **{corpus: seen(corpus) for corpus in CORPORA},
+        "warned": sum(new(r, "warnings") and not new(r, "failures") for r in broken),
+        "defects": len(broken), "right": len(right),
         "alarms": sum(bool(r["failures"]) for r in right),
         "warning alarms": sum(bool(r["warnings"]) and not r["failures"] for r in right),
         "seconds": seconds[len(seconds) // 2] if seconds else 0.0,
@@ -322,19 +344,19 @@ def summary(result: Mapping[str, Any]) -> dict[str, Any]:
 
 def tables(results: Mapping[str, Any]) -> None:
     counts = {tool: summary(results[tool]) for tool in results}
-    public = len(DEFECTS)
-    total = next(iter(counts.values()))
+    sizes = [sum(n.startswith(c) for n in {n for n, kind, _ in corpus() if kind == "broken"}) for c in CORPORA]
+    names = " | ".join(f"{name} ({size})" for name, size in zip(CORPORA.values(), sizes, strict=True))
     print(
-        f"| tool | cases it takes (of {total['defects']}) | thirty ({public}) | 2026 ({len(CASES)}) | warned |"
-        f" false alarms (of {total['right']}) | warned | seconds | lines |"
+        f"| tool | defects (of {sum(sizes)}) | {names} |"
+        " warned | right steps | false alarms | warned | seconds | lines |"
     )
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|---|---|")
     for tool, c in counts.items():
         name = "earnest_audit" if tool == "earnest" else f"{tool} {results[tool]['version']}"
         took = f"{c['seconds']:.2f}" if c["seconds"] else "-"
         print(
-            f"| {name} | {c['covered']} | {c['thirty']} | {c['new']} | {c['warned']} | {c['alarms']} |"
-            f" {c['warning alarms']} | {took} | {c['lines']:.1f} |"
+            f"| {name} | {c['defects']} | {' | '.join(str(c[n]) for n in CORPORA)} | {c['warned']} | {c['right']} |"
+            f" {c['alarms']} | {c['warning alarms']} | {took} | {c['lines']:.1f} |"
         )
     found = {tool: {r["case"] for r in results[tool]["rows"] if detected(r, results[tool]["rows"])} for tool in results}
     print("\n| tool | defects that it detects and earnest_audit does not |\n|---|---|")
@@ -347,8 +369,18 @@ def detected(row: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> bool:
     """Whether something is reported on a defect that is not reported on its fix."""
     if row["kind"] != "broken":
         return False
-    fixed = next(r for r in rows if r["case"] == row["case"] and r["kind"] == "fixed")
-    return bool(set(row["failures"]) - set(fixed["failures"]))
+    fixed = next((r["failures"] for r in rows if r["case"] == row["case"] and r["kind"] == "fixed"), ())
+    return bool(set(row["failures"]) - set(fixed))
+
+
+def text(results: Mapping[str, Any]) -> str:
+    """As JSON, one row of a tool in one line."""
+    tools = []
+    for name, result in results.items():
+        rows = ",\n".join(json.dumps(row) for row in result["rows"])
+        head = json.dumps({k: v for k, v in result.items() if k != "rows"})[:-1]
+        tools.append(f'{json.dumps(name)}: {head}, "rows": [\n{rows}\n]}}')
+    return "{\n" + ",\n".join(tools) + "\n}\n"
 
 
 def main() -> None:
@@ -373,7 +405,7 @@ def main() -> None:
             env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
         )
         results[tool] = json.loads(done.stdout)
-        args.out.write_text(json.dumps(results, indent=1) + "\n")
+        args.out.write_text(text(results))
     tables(results)
 
 

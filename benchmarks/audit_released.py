@@ -2,6 +2,7 @@
 recipes, tinker-cookbook's losses and schedules, prime-rl's losses, PEFT's adapters, TRL's trainers.
 
     python -m benchmarks.audit_released [--library NAME] [--out benchmarks/results/audit_released.json] [--table]
+    python -m benchmarks.audit_released --library trl --show "GRPO, entropy bonus"     # one of them, with its verdict
 
 Each library gets an environment of its own in ``.peers/NAME`` over this one's torch. verl and torchtune are installed
 without their dependencies, of which only those are added that importing the losses needs. prime-rl is not on PyPI:
@@ -92,9 +93,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--library", action="append", choices=list(LIBRARIES))
     parser.add_argument("--here", choices=list(LIBRARIES), help="audit one library in this process, print its JSON")
+    parser.add_argument(
+        "--show", metavar="WHAT", help="audit this alone, by its name in the table, and print its verdict"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
     args = parser.parse_args()
+    if args.show and not args.here and len(args.library or ()) != 1:
+        parser.error("--show needs one --library.")
+    if args.here and args.show:
+        named = dict(LIBRARIES[args.here][0]())
+        if args.show not in named:
+            parser.error(f"{args.here} has no {args.show!r}; it has {', '.join(named)}.")
+        print(audit(named[args.show]()))
+        return
     if args.here:
         out, sys.stdout = sys.stdout, sys.stderr
         json.dump(apply(args.here), out)
@@ -103,10 +115,13 @@ def main() -> None:
     for library in [] if args.table else args.library or list(LIBRARIES):
         python = environment(library, LIBRARIES[library][2])
         path = os.pathsep.join([str(ROOT), str(ROOT / "src"), str(ROOT / "earnest-audit" / "src")])
-        done = subprocess.run(
-            [python, Path(__file__), "--here", library], stdout=subprocess.PIPE, text=True, check=True,
-            env=os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        command, env = (
+            [python, Path(__file__), "--here", library],
+            os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
+        )
+        if args.show:
+            sys.exit(subprocess.run([*command, "--show", args.show], check=False, env=env).returncode)
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
         results[library] = json.loads(done.stdout)
         args.out.write_text(json.dumps({n: results[n] for n in LIBRARIES if n in results}, indent=1) + "\n")
     tables(results)

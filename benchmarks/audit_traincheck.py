@@ -24,7 +24,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # the corpus is the tests' own
 
-from benchmarks.audit_peers import RESULTS, ROOT, corpus, environment
+from benchmarks.audit_peers import RESULTS, ROOT, corpus, environment, text
 from earnest_audit import Step
 
 ASK = "from importlib.metadata import version; print(version('traincheck'))"
@@ -101,7 +101,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(argv)
     python = environment("traincheck", ["traincheck"], True)
-    steps = [name for name, kind, make in corpus() if kind == "broken" and isinstance(make(), Step)]
+    steps = [
+        name for name, kind, make in corpus()
+        if kind == "broken" and not name.startswith("reading") and isinstance(make(), Step)
+    ]  # fmt: skip
     count = min(args.limit, len(steps))
     chosen = [steps[i * len(steps) // count] for i in range(count)]
     version = subprocess.check_output([python, "-c", ASK], text=True).strip()
@@ -124,14 +127,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def write(out: Path, version: str, rows: Mapping[tuple[str, str], Mapping[str, Any]]) -> None:
-    """The rows of all defects and fixes in the corpus's order; what was not run is not covered."""
+    """The rows of the defects and fixes that were run, in the corpus's order."""
     results = json.loads(out.read_text())
-    none = {"failures": [], "warnings": [], "covered": False, "lines": 5}
-    every = [
-        rows.get((name, kind), {"case": name, "kind": kind, **none}) for name, kind, _ in corpus() if kind != "right"
-    ]
-    results["TrainCheck"] = {"package": "traincheck", "version": version, "rows": every}
-    out.write_text(json.dumps(results, indent=1) + "\n")
+    ran = [rows[name, kind] for name, kind, _ in corpus() if (name, kind) in rows]
+    results["TrainCheck"] = {"package": "traincheck", "version": version, "rows": ran}
+    out.write_text(text(results))
 
 
 if __name__ == "__main__":

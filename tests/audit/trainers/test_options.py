@@ -15,7 +15,10 @@ from tests.audit.trainers.cases import OPTIONS, QUICK, reward
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::UserWarning")
 
 
-NAMES = [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in OPTIONS]
+FIRST = {f"{name}, fp32, seed 0" for name in QUICK}
+RUNS = {
+    f"{n}, {dtype}, seed {seed}": (n, dtype, seed) for n in OPTIONS for dtype in ("fp32", "bf16") for seed in range(20)
+}
 
 
 def audited(name: str, folder: Path, seed: int, **more: Any) -> AuditCallback:
@@ -27,16 +30,10 @@ def audited(name: str, folder: Path, seed: int, **more: Any) -> AuditCallback:
     return callback
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_documented_setting_raises_nothing(name: str, tmp_path: Path) -> None:
-    callback = audited(name, tmp_path, 0)
-    assert callback.audited is not None and callback.audited.holds, str(callback.audited)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", list(OPTIONS))
-def test_a_documented_setting_raises_nothing_in_bf16(name: str, tmp_path: Path) -> None:
-    callback = audited(name, tmp_path, 1, bf16=True)
+@pytest.mark.parametrize("run", [pytest.param(r, marks=() if r in FIRST else pytest.mark.slow) for r in RUNS])
+def test_a_documented_setting_raises_nothing(run: str, tmp_path: Path) -> None:
+    name, dtype, seed = RUNS[run]
+    callback = audited(name, tmp_path, seed, **({"bf16": True} if dtype == "bf16" else {}))
     assert callback.audited is not None and callback.audited.holds, str(callback.audited)
 
 
