@@ -8,9 +8,9 @@ has an entry point for; what it has none for counts as "not covered" and not as 
 
 The corpus: the thirty public defects (``tests/audit/corpus``), the forty of 2026 (``tests/audit/blind2026``) and
 those of the readings by strangers (``tests/audit/reading2026*``), each beside its fix, and right steps (four families
-from two seeds, and the unusual ones of all readings). A defect is detected if the tool reports something on it that it does not
-report on its fix. A right step or a fix on which a tool reports a failure is a false alarm. Warnings are counted apart.
-A line of declaration is one argument, or one entry of a mapping.
+from two seeds, and the unusual ones of all readings). A defect is detected if the tool reports something
+on it that it does not report on its fix. A right step or a fix on which a tool reports a failure is a false alarm.
+Warnings are counted apart. A line of declaration is one argument, or one entry of a mapping.
 """
 
 from __future__ import annotations
