@@ -39,10 +39,12 @@ def accumulates(pt: Any, thing: Accumulation) -> None:
 
     def split(batch: Mapping[str, Tensor], n: int) -> list[dict[str, Tensor]]:
         rows = len(next(iter(batch.values())))
-        cuts = [*range(n), rows]
+        cuts = [0, *itertools.accumulate(thing.split)] if thing.split else [*range(n), rows]
         return [{k: v[a:b] for k, v in batch.items()} for a, b in itertools.pairwise(cuts)]
 
-    pt.assert_accumulation_equivalent(make_setup, dict(thing.batch), make_step, accumulation_steps=2, split=split)
+    pt.assert_accumulation_equivalent(
+        make_setup, dict(thing.batch), make_step, split=split, accumulation_steps=len(thing.split or (1, 2))
+    )
 
 
 class Held(nn.Module):
