@@ -18,7 +18,7 @@ bit what they were. What a loss keeps in a closure of its own cannot be seen, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -32,8 +32,8 @@ from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Batch, Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import buffers, moved, perturbation_sizes, restored, without_dropout
-from earnest_audit.step import Step
+from earnest_audit.restore import buffers, calling, moved, perturbation_sizes, restored, without_dropout
+from earnest_audit.step import Step, StepError
 from earnest_audit.verdict import Finding
 
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
@@ -377,6 +377,37 @@ class Probe(Measure):
             finally:
                 self._put_buffers_back()
 
+    def try_functions(self) -> None:
+        """Raise where a declared function, called once for the unchanged step, does not give what is compared with."""
+        step = self.step
+        if step.logprobs is not None:
+            found = self.forward(step.logprobs, graph=False)
+            if "chosen" in step.roles:
+                pair = isinstance(found, tuple | list | Tensor) and all(isinstance(side, Tensor) for side in found)
+                if not pair or [side.numel() for side in found] != [step.rows] * 2:
+                    raise StepError(f"logprobs gives {_form(found)}: give two tensors of shape ({step.rows},), those of "
+                                    "the chosen and those of the rejected answers.")  # fmt: skip
+            elif isinstance(found, Tensor) or step.kind != "preference":
+                self._fits("logprobs", found, (*edits.SAMPLERS, "reference", "advantages"))
+        if step.student is not None:
+            self._fits("student", self.forward(step.student, graph=False), ("teacher",))
+        if step.reference is not None:
+            with calling(step.seed, graph=False):
+                self._fits("reference", step.reference(), ())
+
+    def _fits(self, name: str, found: Any, roles: Sequence[str]) -> None:
+        """Raise unless it is a tensor with as many numbers as each of these roles. A reference and advantages may have
+        other dimensions, one column, or a first column that the loss cuts off."""
+        if not isinstance(found, Tensor):
+            raise StepError(f"{name} gives {_form(found)}: give a tensor.")
+        for role in (r for r in roles if r in self.step.roles):
+            value: Tensor = self.step.batch[self.step.roles[role]]
+            other = value.ndim != found.ndim or value.shape[1:] in ((1,), (found.shape[-1] + 1,))
+            if value.numel() != found.numel() and not (other and role in ("reference", "advantages")):
+                key, shape = self.step.roles[role], tuple(value.shape)
+                raise StepError(f"{name} gives {_form(found)}, but role {role!r} ({key!r}) has {shape}: give one "
+                                "number for each of its places.")  # fmt: skip
+
     def written(self) -> list[str]:
         """The trainable parameters that are not what they were when the audit began."""
         return [name for name, total in self._sum().items() if total != self._sums[name]]
@@ -390,6 +421,11 @@ class Probe(Measure):
 
     def _sum(self) -> dict[str, float]:
         return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in self.parameters.items()}
+
+
+def _form(found: Any) -> str:
+    """How an error names what a function gave."""
+    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
 
 
 def settings_text(settings: Mapping[str, Any]) -> str:

@@ -93,6 +93,7 @@ def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
 def _raises_what_was_better(probe: Probe, gradient: Gradient, batch: edits.Batch, now: Tensor) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise; no other law detects this sign."""
     a: Tensor = batch[probe.step.roles["advantages"]]
+    a = a[:, -now.shape[1] :] if a.ndim == now.ndim == 2 else a
     up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * edits.taken(probe.step, now, batch) * now).sum())
     cosine = -gradient.cosine(up)
     return probe.descends(RAISES, f"cosine {beside(cosine, NEAR)} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)
