@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
@@ -38,7 +39,8 @@ def audit(
     RUNNING.append(subject)
     try:
         if isinstance(subject, Step):
-            verdict = _step(subject, [law for law in (LAWS if laws is None else laws) if law.quick or not quick], progress)
+            chosen = LAWS if laws is None else laws
+            verdict = _step(subject, [law for law in chosen if law.quick or not quick], progress)
         else:
             verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
     finally:

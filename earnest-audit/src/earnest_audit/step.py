@@ -162,7 +162,8 @@ class Step:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if isinstance(members := self.optimizer, list | tuple):
+        members: Any = self.optimizer
+        if isinstance(members, list | tuple):
             self.optimizer = Together(*members) if members else None
         self.clipped = None if self.clipped is None else list(self.clipped)
         for fault in self._faults():
@@ -170,14 +171,15 @@ class Step:
 
     def _faults(self) -> Iterator[str]:
         """What is wrong with the declarations, a sentence each; what comes first may make the next checks raise."""
-        given, limit = self.optimizer, self.max_grad_norm
+        given: Any = self.optimizer
+        limit: Any = self.max_grad_norm
         if isinstance(given, type):
             yield f"optimizer={given.__name__} is a class: give {given.__name__}(model.parameters(), …)."
         if not hasattr(given, "param_groups") and given is not None:
             what = type(given).__name__
             yield f"optimizer is a {what}, which has no param_groups: give the optimizer that it belongs to."
         if not isinstance(limit, Real) and limit is not None:
-            yield f"max_grad_norm={limit!r} is of type {type(limit).__name__}: give a number, or None where nothing is clipped."
+            yield f"max_grad_norm={limit!r} is of type {type(limit).__name__}: give a number, or None for no clipping."
         if isinstance(text := self.may_idle, str):
             yield f"may_idle={text!r} is one text: give a sequence of names, ({text!r},)."
         if not isinstance(self.batch, Mapping) or not self.batch:
@@ -194,7 +196,7 @@ class Step:
                 yield f"role {role!r} ({key!r}) must be a tensor, got {type(self.batch[key]).__name__}."
         for one, other in combinations([role for role in self.roles if role in APART], 2):
             if self.roles[one] == self.roles[other]:
-                yield f"roles {one!r} and {other!r} both name {self.roles[one]!r}: one tensor cannot be both, so remove one."
+                yield f"roles {one!r} and {other!r} both name {self.roles[one]!r}, which cannot be both: remove one."
         for option, modes in self.options.items():
             if len(set(map(repr, modes))) < 2:
                 yield f"option {option!r} needs at least two different modes, got {list(modes)!r}."
@@ -267,8 +269,8 @@ class Step:
         }  # fmt: skip
         calls = {name: call for name, call in calls.items() if name == "loss" or call[0] is not None}
         for name, path in self.paths.items():
-            run = isinstance(path, Backward)
-            calls[f"paths[{name!r}]"] = (path.fn, ("settings",), ()) if run else (path, both, settings)
+            as_loss = (path, both, settings)
+            calls[f"paths[{name!r}]"] = (path.fn, ("settings",), ()) if isinstance(path, Backward) else as_loss
         for name, (fn, given, named) in calls.items():
             call = f"{name}({', '.join([*given, *(f'{n}=…' for n in named)])})"
             if not callable(fn):
@@ -307,10 +309,6 @@ class Step:
     def clips(self) -> list[str]:
         """The settings that bound the ratio, and have no effect at ratio 1."""
         return [n for n, kind in self.kinds.items() if kind in CLIPS]
-
-    def first(self, kind: Kind) -> str | None:
-        """The first setting of this kind that is a float."""
-        return next((n for n, k in self.kinds.items() if k == kind and isinstance(self.knobs.get(n), float)), None)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

@@ -103,11 +103,11 @@ class Verdict:
 
     def strict(self) -> Verdict:
         """The verdict with every warning, and everything that could not be checked, as a failure."""
-        what = {f: "A warning" for f in self.warnings} | {f: "What could not be checked" for f in self.errors}
+        strict = {*self.warnings, *self.errors}
         rows = [
-            replace(f, outcome="fails", meaning=f"{f.meaning} ({what[f]} is a failure in strict mode.)") if f in what
-            else f for f in self.findings
-        ]  # fmt: skip
+            replace(f, outcome="fails", meaning=f"{f.meaning} (A failure in strict mode.)") if f in strict else f
+            for f in self.findings
+        ]
         return replace(self, findings=tuple(rows))
 
     def to_dict(self) -> dict[str, Any]:

@@ -29,10 +29,10 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import executor
-from earnest_audit.edits import next_of
+from earnest_audit.edits import Batch, next_of
 from earnest_audit.frontends.first_edition import renamed
 from earnest_audit.law import Law
-from earnest_audit.measure import Batch, Reading
+from earnest_audit.measure import Reading
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
