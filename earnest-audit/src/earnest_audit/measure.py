@@ -44,6 +44,7 @@ class Measure:
         self.step = step
         self.parameters = step.trainable()
         self.cost = 0.0
+        self.sparse: set[str] = set()  # parameters whose gradients are sparse
         self._state = "as it is"
         self._made: dict[tuple[str, str], Any] = {}
         self._kept: dict[tuple[str, int, str], Reading] = {}
@@ -99,6 +100,7 @@ class Measure:
 
     def _named(self, found: Sequence[Tensor | None]) -> Gradient:
         """Without graphs, and dense."""
+        self.sparse |= {n for n, g in zip(self.parameters, found, strict=True) if g is not None and g.is_sparse}
         parts = (None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in found)
         return Gradient(dict(zip(self.parameters, parts, strict=True)))
 
