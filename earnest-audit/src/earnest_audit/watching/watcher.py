@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
 from earnest_audit.limits import ENOUGH, MANY
-from earnest_audit.measure import is_number, number
+from earnest_audit.measure import numbers
 from earnest_audit.places import caller, parts
 from earnest_audit.together import Together
 from earnest_audit.verdict import Finding, Verdict, judged
@@ -180,9 +180,8 @@ class Watch:
         ``truncated``   answers that hit the length limit [B]
         ``ends``        1 where the token that ends a supervised answer is supervised [N]
         """
-        values = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
-        norms = (number(v) for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm" and is_number(v))
-        self._norm.logged = next(norms, None)
+        values = numbers({**(metrics or {}), **({} if loss is None else {"loss": loss})})
+        self._norm.logged = next((v for name, v in values.items() if name.rsplit("/", 1)[-1] == "grad_norm"), None)
         self.logged(values)
         self._signals.look(signals, self.due)
         self._mode.see(self.model)
@@ -196,7 +195,7 @@ class Watch:
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that come when their update has been made."""
-        for name, value in ((k, number(v)) for k, v in metrics.items() if is_number(v)):
+        for name, value in numbers(metrics).items():
             if not math.isfinite(value):
                 why = f"{name} is not a number any more; what was learned since may be lost."
                 self._break(f"metric {name}", value, why)
