@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
 
 from earnest_audit.edits import Batch
 from earnest_audit.gradient import Gradient, nodes
@@ -51,7 +52,6 @@ class Measure:
         self._state = "as it is"
         self._made: dict[tuple[str, str], Any] = {}
         self._kept: dict[tuple[str, int, str], Reading] = {}
-        self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
         self._inner_grad = False  # whether the step's functions differentiate inside, and so always need a graph
         self._put_buffers_back: Callable[[], None] = lambda: None
 
@@ -85,11 +85,7 @@ class Measure:
             return self._kept[key]
         self.cost += 1
         value, metrics = self.run(batch, knobs, loss)
-        if self._by_backward is None:
-            found = self._first_gradient(value, batch, knobs, loss)
-        else:
-            found = self.differentiate(value, list(self.parameters.values()))
-        reading = Reading(float(value.detach()), self._named(found), metrics)
+        reading = Reading(float(value.detach()), self.pull(value), metrics)
         if lasting:
             self._kept[key] = reading
         return reading
@@ -111,39 +107,18 @@ class Measure:
     def _key(self, batch: Mapping[str, Any], knobs: Inputs) -> tuple[str, int, str]:
         return self._state, id(batch), repr(sorted((knobs or {}).items()))
 
-    def _first_gradient(
-        self, value: Tensor, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None
-    ) -> list[Tensor | None]:
-        """The gradient, and whether it has to be read by ``backward``: reentrant checkpointing refuses
-        ``autograd.grad``, or silently gives none where all parameters lie inside it. So where
-        some are missing the gradient is computed again by ``backward``."""
-        inputs, refused = list(self.parameters.values()), False
-        try:
-            found = self.differentiate(value, inputs)
-        except RuntimeError as error:
-            if "use_reentrant=True" not in str(error):
-                raise
-            refused, found = True, [None] * len(inputs)
-        self._by_backward = False
-        if not value.requires_grad or all(g is not None for g in found):
-            return found
-        self.cost += 1
-        self._by_backward = True
-        again = self.differentiate(self.run(batch, knobs, loss)[0], inputs)
-        self._by_backward = refused or any(a is None and b is not None for a, b in zip(found, again, strict=True))
-        return again if self._by_backward else found
-
     def differentiate(self, value: Tensor, inputs: Sequence[Tensor], retain: bool = False) -> list[Tensor | None]:
         """∂value/∂input, None where the value does not reach it, with no ``.grad`` left over.
 
-        By ``autograd.grad``; where the step is checkpointed reentrantly, by ``backward``, while the hooks of everything
-        that it fills are disabled.
+        By ``autograd.grad``; where a function is written in Python, which may run a backward pass of its own (reentrant
+        checkpointing) and then refuses ``autograd.grad`` or passes it by, by ``backward``, without the leaves' hooks.
         """
         if not value.requires_grad:
             return [None] * len(inputs)
-        if not self._by_backward:
+        graph = list(nodes(value.grad_fn))
+        if not any(isinstance(node, BackwardCFunction) for node in graph):
             return list(torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=retain))
-        reached = {id(t): t for t in (*inputs, *self.parameters.values(), *_filled(value))}.values()
+        reached = {id(t): t for t in (*inputs, *self.parameters.values(), *_filled(graph))}.values()
         hooks = [t._post_accumulate_grad_hooks for t in reached if t._post_accumulate_grad_hooks]
         with empty_grads(reached), put_back(hooks):
             for each in hooks:  # an update inside the backward, for example
@@ -236,10 +211,10 @@ class Measure:
         return made
 
 
-def _filled(value: Tensor) -> Iterator[Tensor]:
+def _filled(graph: Sequence[Any]) -> Iterator[Tensor]:
     """The leaves that a backward pass fills: those of the graph, and the parameters of modules that a reentrant
     checkpoint runs again inside."""
-    for node in nodes(value.grad_fn):
+    for node in graph:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, Tensor) and leaf.is_leaf:
             yield leaf

@@ -122,7 +122,8 @@ def observed(modules: Iterable[nn.Module], hook: Callable[..., Any], before: boo
 def calling(seed: int, graph: bool) -> Iterator[None]:
     """For one call of the user's code. Without a graph, reentrant checkpointing warns that its inputs need no gradient;
     here that is intended."""
-    with undone(grad_mode()), seeded(seed), nullcontext() if graph else warnings.catch_warnings():
+    filters = partial(setattr, warnings, "filters", warnings.filters)
+    with undone(grad_mode(), filters), seeded(seed), nullcontext() if graph else warnings.catch_warnings():
         torch.set_grad_enabled(graph)
         if not graph:
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
