@@ -55,7 +55,7 @@ def run(folder: Path, script: str) -> tuple[int, dict[str, str], str]:
     command = ["bash", "-e", "-c", ACTION["runs"]["steps"][-1]["run"]]
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
     lines = [line.split("=", 1) for line in written["GITHUB_OUTPUT"].read_text().splitlines()]
-    return done.returncode, {key: value for key, value in lines}, written["GITHUB_STEP_SUMMARY"].read_text()
+    return done.returncode, dict(lines), written["GITHUB_STEP_SUMMARY"].read_text()
 
 
 def test_the_script_of_the_action_writes_its_files_and_ends_with_the_exit_code(tmp_path: Path) -> None:

@@ -295,8 +295,7 @@ def test_a_critics_output_bias_cancels_and_a_layer_without_a_gradient_fails(dead
     model = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
 
     def loss(model: Any, batch: Data) -> Tensor:
-        fake, real = model(batch["fake"]), model(batch["real"])
-        return fake.mean() - real.mean() + 0 * model[0].weight.sum() if not dead else 0 * fake.mean() + real.var()
+        return model(batch["fake"]).mean() - model(batch["real"]).mean()
 
     if dead:
         model[0].weight.register_hook(torch.zeros_like)

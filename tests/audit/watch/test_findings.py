@@ -337,6 +337,8 @@ def test_a_bias_before_a_norm_warns_and_a_weight_that_never_moves_fails(stuck: b
 
 
 def test_metrics_that_are_no_real_numbers_do_not_end_the_run() -> None:
-    w = Watch(nn.Linear(2, 1))
-    w.step(torch.tensor(1.0), {"text": np.str_("3"), "huge": 10**400, "complex": 1j, 1: 2.0, "nan": np.float32("nan")})  # type: ignore[dict-item]
+    w, day = Watch(nn.Linear(2, 1)), np.datetime64("2026-01-01")
+    metrics: Any = {"text": np.str_("3"), "huge": 10**400, "complex": 1j, "day": day, 1: 2.0, "nan": np.float32("nan")}
+    with pytest.warns(WatchWarning, match="metric nan"):
+        w.step(torch.tensor(1.0), metrics)
     assert [f.subject for f in w.verdict().failures] == ["metric nan"]
