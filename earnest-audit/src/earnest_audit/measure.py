@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from numbers import Real
 from typing import Any, TypeVar
 
@@ -215,15 +214,11 @@ def _filled(graph: Sequence[Any]) -> Iterator[Tensor]:
     """The leaves that a backward pass fills: those of the graph, and the parameters of modules that a reentrant
     checkpoint runs again inside."""
     for node in graph:
-        leaf = getattr(node, "variable", None)
-        if isinstance(leaf, Tensor) and leaf.is_leaf:
-            yield leaf
         rerun = getattr(node, "run_function", None)
-        while isinstance(rerun, partial):
-            rerun = rerun.func
         cells = [cell.cell_contents for cell in getattr(rerun, "__closure__", None) or ()]
-        for each in (rerun, getattr(rerun, "__self__", None), *cells):
-            yield from (p for p in each.parameters() if p.requires_grad) if isinstance(each, nn.Module) else ()
+        again = (m for m in (rerun, getattr(rerun, "__self__", None), *cells) if isinstance(m, nn.Module))
+        leaf = getattr(node, "variable", None)
+        yield from (*(p for m in again for p in m.parameters()), *([leaf] if isinstance(leaf, Tensor) else ()))
 
 
 def fresh(batch: Mapping[str, Any]) -> Batch:
@@ -259,8 +254,7 @@ def numbers(metrics: Any) -> dict[str, float]:
 def is_number(value: Any) -> bool:
     if isinstance(value, Tensor):
         return value.ndim == 0 and not value.is_complex()
-    largest = sys.float_info.max
-    return isinstance(value, Real | np.bool_) and not (isinstance(value, int) and not -largest <= value <= largest)
+    return abs(value) <= sys.float_info.max if isinstance(value, int) else isinstance(value, Real | np.bool_)
 
 
 def number(value: Any) -> float:

@@ -46,32 +46,27 @@ def undone(*undos: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's generators start from ``seed`` inside, and are as they were afterwards."""
-    with undone(remembered(generators())):
+    """Python's, NumPy's and torch's generators start from ``seed`` inside; on the way out what the process holds is as
+    it was."""
+    with put_back(process()):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 (the user's code may use the global generator)
         torch.manual_seed(seed)
         yield
 
 
-def generators() -> list[Any]:
-    """The global random generators."""
+def process() -> list[Any]:
+    """The global random generators, and the modules that hold autograd's mode and the filters of warnings."""
     if torch.cuda.is_available():
         torch.cuda.init()
-    return [random, np.random, torch.default_generator, *torch.cuda.default_generators]
+    return [random, np.random, torch, warnings, torch.default_generator, *torch.cuda.default_generators]
 
 
 @contextmanager
 def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the object has these attributes."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-
-    def undo() -> None:
-        for name in attributes:
-            vars(owner).pop(name, None)
-        vars(owner).update(own)
-
-    with undone(undo):
+    with undone(*(partial(vars(owner).pop, name, None) for name in attributes), partial(vars(owner).update, own)):
         vars(owner).update(attributes)
         yield
 
@@ -95,14 +90,9 @@ def moved(tensors: Iterable[Tensor], by: Callable[[Tensor, Tensor], Tensor], see
 @contextmanager
 def empty_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Inside, ``.grad`` is empty at first; afterwards it is what it was."""
-    kept = [(t, t.grad) for t in tensors]
-
-    def undo() -> None:
-        for t, grad in kept:
-            t.grad = grad
-
-    with undone(undo):
-        for t, _ in kept:
+    tensors = list(tensors)
+    with undone(*(partial(setattr, t, "grad", t.grad) for t in tensors)):
+        for t in tensors:
             t.grad = None
         yield
 
@@ -122,30 +112,24 @@ def observed(modules: Iterable[nn.Module], hook: Callable[..., Any], before: boo
 def calling(seed: int, graph: bool) -> Iterator[None]:
     """For one call of the user's code. Without a graph, reentrant checkpointing warns that its inputs need no gradient;
     here that is intended."""
-    filters = partial(setattr, warnings, "filters", warnings.filters)
-    with undone(grad_mode(), filters), seeded(seed), nullcontext() if graph else warnings.catch_warnings():
+    with seeded(seed), nullcontext() if graph else warnings.catch_warnings():
         torch.set_grad_enabled(graph)
         if not graph:
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         yield
 
 
-def grad_mode() -> Callable[[], object]:
-    """A function that puts autograd's mode back."""
-    return partial(torch.set_grad_enabled, torch.is_grad_enabled())
-
-
 @contextmanager
 def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_update: bool = False) -> Iterator[None]:
     """Everything that the modules and the optimizer hold (see ``held_by``) has its old bits on the way out, and so have
-    gradients, flags, modes, the global random generators and autograd's mode.
+    gradients, flags, modes and what the process holds.
 
     Inside, hooks of the optimizer's step are disabled: what they do outside (count, average, log) could not be
     restored. With ``own_update`` they run, and frozen parameters are neither copied nor restored.
     """
     frozen = [p for p in model.parameters() if own_update and not p.requires_grad]
     reached = held_by([model, optimizer], frozen)
-    with undone(grad_mode(), remembered([*reached, *generators()])):
+    with put_back([*reached, *process()]):
         for value in reached:
             for name in HOOKS if isinstance(value, torch.optim.Optimizer) and not own_update else ():
                 vars(value).get(name, {}).clear()
@@ -160,7 +144,7 @@ def buffers(model: nn.Module) -> Callable[[], None]:
 def remembered(values: Iterable[Any]) -> Callable[[], None]:
     """A function that puts what each of these holds back into it: tensors, arrays, dicts, lists, deques, sets, modules,
     optimizers and random generators. The members of a container are values of their own."""
-    undos = [undo for value in values if (undo := _undo(value)) is not None]
+    undos = [each for value in values if (each := _undo(value)) is not None]
 
     def undo() -> None:
         for each in undos:
@@ -208,43 +192,44 @@ def not_restored(model: nn.Module) -> list[str]:
 def _undo(value: Any) -> Callable[[], object] | None:
     """A function that puts back what it holds; None where it cannot change in place."""
     if isinstance(value, Tensor):
-        return None if value.is_inference() else _undo_tensor(value)
+        grad = value.grad if value.is_leaf else None
+        return (
+            None
+            if value.is_inference()
+            else partial(_rewrite, value, value.detach().clone(), value.requires_grad, grad)
+        )
     if isinstance(value, np.ndarray):
         return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
     if isinstance(value, np.random.Generator):
         return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if isinstance(value, torch.Generator | np.random.RandomState) or value is np.random:
-        return partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random) or value is random:
+    if value is torch:
+        return partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    if value is warnings:
+        return partial(setattr, warnings, "filters", warnings.filters)
+    if value is np.random or isinstance(value, (torch.Generator, np.random.RandomState)):
+        owner: Any = value
+        return partial(owner.set_state, owner.get_state())
+    if value is random or isinstance(value, random.Random):
         return partial(value.setstate, value.getstate())
     holder = vars(value) if isinstance(value, nn.Module | torch.optim.Optimizer) else value
     return partial(_refill, holder, copy.copy(holder)) if isinstance(holder, dict | list | deque | set) else None
 
 
-def _undo_tensor(t: Tensor) -> Callable[[], None]:
-    content, flag, grad = t.detach().clone(), t.requires_grad, t.grad if t.is_leaf else None
-
-    def undo() -> None:
-        if t.shape != content.shape or t.dtype != content.dtype:
-            t.data = content.clone()
-        elif t.layout != torch.strided or not torch.equal(_bits(t), _bits(content)):
-            t.detach().copy_(content)
-        if t.is_leaf:
-            t.grad = grad
-            if t.requires_grad != flag:
-                t.requires_grad_(flag)
-
-    return undo
+def _rewrite(t: Tensor, content: Tensor, flag: bool, grad: Tensor | None) -> None:
+    if t.shape != content.shape or t.dtype != content.dtype:
+        t.data = content.clone()
+    elif t.layout != torch.strided or not torch.equal(_bits(t), _bits(content)):
+        t.detach().copy_(content)
+    if t.is_leaf:
+        t.grad = grad
+        t.requires_grad_(flag)
 
 
 def _refill(holder: Any, content: Any) -> None:
-    if len(holder) != len(content) or any(a is not b for a, b in zip(_flat(holder), _flat(content), strict=True)):
+    now, before = ([*map(id, c), *map(id, c.values() if isinstance(c, dict) else ())] for c in (holder, content))
+    if now != before:
         holder.clear()
         (holder.extend if isinstance(holder, list | deque) else holder.update)(content)
-
-
-def _flat(holder: Any) -> list[Any]:
-    return [*holder, *holder.values()] if isinstance(holder, dict) else [*holder]
 
 
 def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
