@@ -192,12 +192,8 @@ def not_restored(model: nn.Module) -> list[str]:
 def _undo(value: Any) -> Callable[[], object] | None:
     """A function that puts back what it holds; None where it cannot change in place."""
     if isinstance(value, Tensor):
-        grad = value.grad if value.is_leaf else None
-        return (
-            None
-            if value.is_inference()
-            else partial(_rewrite, value, value.detach().clone(), value.requires_grad, grad)
-        )
+        bits, grad = value.detach().clone(), value.grad if value.is_leaf else None
+        return None if value.is_inference() else partial(_rewrite, value, bits, value.requires_grad, grad)
     if isinstance(value, np.ndarray):
         return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
     if isinstance(value, np.random.Generator):
