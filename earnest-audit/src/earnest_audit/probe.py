@@ -20,7 +20,7 @@ bit what they were. What a loss keeps in a closure of its own cannot be seen, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -35,10 +35,12 @@ from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
 from earnest_audit.restore import buffers, calling, moved, not_restored, perturbation_sizes, restored, without_dropout
-from earnest_audit.step import Step, StepError
+from earnest_audit.step import FUNCTIONS, Step, StepError
 from earnest_audit.verdict import Finding
 
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
+COMPARED = {"logprobs": (*edits.SAMPLERS, "reference", "advantages"), "student": ("teacher",), "reference": ()}
+"""Declared functions, with the roles that have as many numbers as each of them gives."""
 Change = tuple[float, str]
 """A relative change of the gradient, and how it was made."""
 
@@ -310,9 +312,9 @@ class Probe(Measure):
         """The most that a full audit costs, in step times: 20, and 2 for every declared input, setting, mode, metric,
         path and function."""
         step = self.step
-        functions = (step.logprobs, step.student, step.reference, step.backward, step.update)
+        functions = [name for name in FUNCTIONS if getattr(step, name) is not None]
         declared = (step.roles, step.masks, step.knobs, *step.options.values(), step.metrics, step.paths)
-        return 20 + 2 * (sum(map(len, declared)) + sum(fn is not None for fn in functions))
+        return 20 + 2 * (sum(map(len, declared)) + len(functions))
 
     def afford(self, more: float, keep: float = 4.0) -> bool:
         """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""
@@ -359,34 +361,31 @@ class Probe(Measure):
 
     def try_functions(self) -> None:
         """Raise where a declared function, called once for the unchanged step, does not give what is compared with."""
-        step = self.step
-        if step.logprobs is not None:
-            found = self.forward(step.logprobs, graph=False)
-            if "chosen" in step.roles:
-                pair = isinstance(found, tuple | list | Tensor) and all(isinstance(side, Tensor) for side in found)
-                if not pair or [side.numel() for side in found] != [step.rows] * 2:
-                    raise StepError(f"logprobs gives {_form(found)}: give two tensors of shape ({step.rows},), of the "
-                                    "chosen and of the rejected answers.")  # fmt: skip
-            elif isinstance(found, Tensor) or step.kind != "preference":
-                self._fits("logprobs", found, (*edits.SAMPLERS, "reference", "advantages"))
-        if step.student is not None:
-            self._fits("student", self.forward(step.student, graph=False), ("teacher",))
+        step, called = self.step, [name for name in COMPARED if getattr(self.step, name) is not None]
+        given = {name: self.forward(getattr(step, name), graph=False) for name in called if name != "reference"}
         if step.reference is not None:
             with calling(step.seed, graph=False):
-                self._fits("reference", step.reference(), ())
-
-    def _fits(self, name: str, found: Any, roles: Sequence[str]) -> None:
-        """Raise unless it is a tensor with as many numbers as each of these roles. A reference and advantages may have
-        other dimensions, one column, or a first column that the loss cuts off."""
-        if not isinstance(found, Tensor):
-            raise StepError(f"{name} gives {_form(found)}: give a tensor.")
-        for role in (r for r in roles if r in self.step.roles):
-            value: Tensor = self.step.batch[self.step.roles[role]]
-            other = value.ndim != found.ndim or value.shape[1:] in ((1,), (found.shape[-1] + 1,))
-            if value.numel() != found.numel() and not (other and role in ("reference", "advantages")):
-                key, shape = self.step.roles[role], tuple(value.shape)
-                raise StepError(f"{name} gives {_form(found)}, but role {role!r} ({key!r}) has {shape}: give one "
-                                "number for each of its places.")  # fmt: skip
+                given["reference"] = step.reference()
+        for name, found in given.items():
+            tensor = isinstance(found, Tensor)
+            what = f"{name} gives a {f'tensor of shape {tuple(found.shape)}' if tensor else type(found).__name__}"
+            several = isinstance(found, tuple | list) or (tensor and found.ndim == 2)
+            sides = [side.numel() for side in found if isinstance(side, Tensor)] if several else []
+            if name == "logprobs" and "chosen" in step.roles and sides != [step.rows] * 2:
+                one = f"shape ({step.rows},)"
+                raise StepError(f"{what}: give two tensors of {one}, of the chosen and of the rejected answers.")
+            if name == "logprobs" and ("chosen" in step.roles or (sides and not tensor and step.kind == "preference")):
+                continue
+            if not tensor:
+                raise StepError(f"{what}: give a tensor.")
+            for role in (r for r in COMPARED[name] if r in step.roles):
+                # A reference and advantages may have other dimensions, one column, or one that the loss cuts off.
+                shape = step.batch[step.roles[role]].shape
+                other = len(shape) != found.ndim or shape[1:] in ((1,), (found.shape[-1] + 1,))
+                if shape.numel() != found.numel() and not (other and role in ("reference", "advantages")):
+                    key = step.roles[role]
+                    raise StepError(f"{what}, but role {role!r} ({key!r}) has {tuple(shape)}: give one number for each "
+                                    "of its places.")  # fmt: skip
 
     def written(self) -> list[str]:
         """The trainable parameters that are not what they were when the audit began."""
@@ -401,8 +400,3 @@ class Probe(Measure):
 
     def _sum(self) -> dict[str, float]:
         return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in self.parameters.items()}
-
-
-def _form(found: Any) -> str:
-    """How an error names what a function gave."""
-    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

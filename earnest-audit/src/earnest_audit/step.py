@@ -59,6 +59,11 @@ Role = Literal[
 ROLES: tuple[str, ...] = get_args(Role)
 APART = ("advantages", "behaviour", "importance", "values", "returns", "chosen", "rejected", "mask")
 """Roles of which one tensor has at most one."""
+FUNCTIONS: dict[str, tuple[str, ...]] = {
+    "logprobs": ("model", "batch"), "student": ("model", "batch"), "reference": (), "update": (),
+    "backward": ("settings",),
+}  # fmt: skip
+"""The declared functions beside the loss, with what they are called with."""
 Family = Literal["policy gradient", "sft", "divergence", "preference"]
 Reduction = Literal["mean", "sum"]
 Loss = Callable[..., Any]
@@ -261,17 +266,13 @@ class Step:
 
     def check_call(self) -> None:
         """Raise unless every declared function takes the arguments that it is called with."""
-        both, settings = ("model", "batch"), (*self.knobs, *self.options)
-        calls: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
-            "loss": (self.loss, both, settings), "logprobs": (self.logprobs, both, ()),
-            "student": (self.student, both, ()), "reference": (self.reference, (), ()),
-            "backward": (self.backward, ("settings",), ()), "update": (self.update, (), ()),
-        }  # fmt: skip
-        calls = {name: call for name, call in calls.items() if name == "loss" or call[0] is not None}
+        both, settings = FUNCTIONS["logprobs"], (*self.knobs, *self.options)
+        calls: list[tuple[str, Any, tuple[str, ...], tuple[str, ...]]] = [("loss", self.loss, both, settings)]
+        calls += [(name, fn, taken, ()) for name, taken in FUNCTIONS.items() if (fn := getattr(self, name)) is not None]
         for name, path in self.paths.items():
-            as_loss = (path, both, settings)
-            calls[f"paths[{name!r}]"] = (path.fn, ("settings",), ()) if isinstance(path, Backward) else as_loss
-        for name, (fn, given, named) in calls.items():
+            calls.append((f"paths[{name!r}]", *((path.fn, ("settings",), ()) if isinstance(path, Backward)
+                                                else (path, both, settings))))  # fmt: skip
+        for name, fn, given, named in calls:
             call = f"{name}({', '.join([*given, *(f'{n}=…' for n in named)])})"
             if not callable(fn):
                 raise StepError(f"{name} is of type {type(fn).__name__}: give a function, which is called as {call}.")
