@@ -379,7 +379,7 @@ def even(step: Step) -> Batch | None:
 
 
 def fit(where: Tensor | None, values: Tensor) -> Tensor | None:
-    """The mask in the shape of ``values``, or None where it does not fit (a value per row, say)."""
+    """The mask in the shape of ``values``, or None where it has another shape (values of whole rows)."""
     if where is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
         return None
     gap = where.shape[1] - values.shape[1]
@@ -417,7 +417,7 @@ def bounds(step: Step, role: str) -> tuple[Tensor, Tensor] | None:
 
 
 def log_like(t: Tensor) -> bool:
-    """log-probs: never above 0, and sums of exponentials of at most 1 where there is a vocabulary axis."""
+    """Log-probs: never above 0, and not all 0."""
     return t.is_floating_point() and bool((t <= 1e-6).all()) and bool((t < 0).any())
 
 
