@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from earnest_audit import Metric, Step, audit
+from earnest_audit import Metric, Setting, Step, audit, restore
 from earnest_audit.gradient import Gradient
 from earnest_audit.laws import knobs, liveness, masks, splits
+from earnest_audit.measure import numbers
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Verdict
 from tests.audit.steps import Tiny, most, policy_step, sft_loss, sft_step
@@ -272,3 +281,182 @@ def test_a_step_whose_gradient_jumps_is_noted(rounds: bool) -> None:
     x = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
     notes = audit(Step(Rounded(), loss, {"x": x, "y": x.repeat(1, 3)})).notes
     assert any("count as equal up to" in note for note in notes) is rounds, notes
+
+
+class Statistics:
+    """Not a module, as many running means are."""
+
+    def __init__(self) -> None:
+        self.mean, self.count = np.zeros(2), 0
+
+
+class Keeping(nn.Linear):
+    """A forward pass that writes into every kind of attribute."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 1)
+        self.calls, self.recent, self.seen = 0, deque([0], maxlen=4), {0}
+        self.cache: dict[str, list[int]] = {"calls": []}
+        self.mean, self.statistics = torch.zeros(1), Statistics()
+        self.rng, self.random = torch.Generator().manual_seed(0), random.Random(0)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.recent.append(self.calls)
+        self.seen.add(self.calls)
+        self.cache["calls"].append(self.calls)
+        self.cache[str(self.calls)] = []
+        y = super().forward(self.drop(x)) + 0 * torch.rand(1, generator=self.rng) + 0 * self.random.random()
+        self.mean.lerp_(y.detach().mean(0), 0.1)
+        self.statistics.mean += 1
+        self.statistics.count += 1
+        return y
+
+    def state(self) -> Any:
+        """Everything that an audit has to restore, and that can be compared."""
+        own = (self.calls, [*self.recent], {*self.seen}, copy.deepcopy(self.cache), self.mean.tolist())
+        drawn = (self.rng.get_state().tolist(), self.random.getstate(), torch.get_rng_state().tolist())
+        other = (random.getstate(), np.random.get_state()[1].tolist(), torch.is_grad_enabled())  # noqa: NPY002
+        hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in self.modules()]
+        numeric = (self.statistics.mean.tolist(), self.statistics.count, self.drop.p, self.training, hooks)
+        weights = [(p.tolist(), None if p.grad is None else p.grad.tolist()) for p in self.parameters()]
+        return own, drawn, other, numeric, weights
+
+
+def kept_step() -> tuple[Keeping, Step]:
+    torch.manual_seed(0)
+    model = Keeping()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer.register_step_post_hook(lambda *_: None)
+    batch = {"x": torch.randn(4, 3)}
+    model(batch["x"]).sum().backward()
+    return model, Step(model, lambda m, b: (m(b["x"]) - 1).square().mean(), batch, optimizer=optimizer)
+
+
+def test_attributes_of_modules_are_restored() -> None:
+    model, step = kept_step()
+    before = model.state()
+    assert not audit(step, quick=True).errors
+    assert model.state() == before
+
+
+def test_what_can_be_read_only_once_is_noted() -> None:
+    model, step = kept_step()
+    model.ticks = itertools.count()
+    assert any(note.startswith("what the audit read of ticks was not") for note in audit(step, quick=True).notes)
+
+
+class Interrupts:
+    """Raises where ``restore.py`` comes to its ``at``-th line; counts and names the lines on the way."""
+
+    def __init__(self, at: int | None = None) -> None:
+        self.at, self.lines = at, list[int]()
+
+    def __call__(self, frame: Any, event: str, _: Any) -> Any:
+        if frame.f_code.co_filename != restore.__file__:
+            return None
+        if event == "line":
+            self.lines.append(frame.f_lineno)
+            if len(self.lines) - 1 == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self
+
+
+def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
+    """The first and the last time that each line of restore.py is run."""
+
+    def traced(interrupts: Interrupts) -> None:
+        model, step = kept_step()
+        probe, before = Probe(step), model.state()
+        tracer = sys.gettrace()
+        sys.settrace(interrupts)
+        try:
+            with probe.open(), probe.perturbed(), restore.observed([model], lambda *_: None):
+                probe.look()
+                with restore.with_dropout(model), probe.training(), restore.replaced(model, {"calls": 3}):
+                    probe.own_gradient()
+                    step.optimizer.step()  # type: ignore[union-attr]
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(tracer)
+        line = interrupts.lines[-1]
+        assert model.state() == before, f"restore.py:{line}"
+        assert len(step.optimizer._optimizer_step_post_hooks) == 1, f"restore.py:{line}"  # type: ignore[union-attr]
+
+    traced(whole := Interrupts())
+    lines = whole.lines
+    first = {line: number for number, line in reversed([*enumerate(lines)])}
+    for at in sorted({*first.values(), *({line: number for number, line in enumerate(lines)}).values()}):
+        traced(Interrupts(at))
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_reentrant_checkpoint_leaves_no_gradient_in_other_modules(inside: bool) -> None:
+    torch.manual_seed(0)
+    model, other = nn.Linear(8, 8), nn.Linear(8, 3)
+    batch = {"x": torch.randn(6, 8), "y": torch.tensor([0, 1, 2, 0, 1, 2])}
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        part = (lambda h: other(model(h))) if inside else model
+        found = checkpoint(part, batch["x"].clone().requires_grad_(), use_reentrant=True)
+        return F.cross_entropy(found if inside else other(found), batch["y"])
+
+    assert not audit(Step(model, loss, batch), quick=True).failures
+    assert other.weight.grad is None and other.bias.grad is None
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_loss_that_differentiates_inside_is_looked_at_with_a_graph(sign: int) -> None:
+    """A gradient penalty, logged with the right sign or with the wrong one."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], weight: float) -> Any:
+        x = batch["x"].clone().requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        penalty = slope.square().sum(-1).mean()
+        return (model(x) - batch["y"]).square().mean() + weight * penalty, {"penalty": sign * penalty}
+
+    verdict = audit(Step(
+        model, loss, {"x": torch.randn(8, 3), "y": torch.randn(8, 1)}, settings={"weight": Setting(1.0, "weight")},
+        metrics={"penalty": Metric(low=0.0, weight="weight")}, value_is_loss=True,
+    ))  # fmt: skip
+    assert not verdict.errors and verdict.holds == (sign > 0), str(verdict)
+    assert any(f.law == "FD" and f.outcome == "holds" for f in verdict.findings)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    x: Tensor
+
+
+@pytest.mark.parametrize("kind", [Inputs, SimpleNamespace, pack_padded_sequence])
+def test_records_in_a_batch_are_copied_and_have_rows(kind: Any) -> None:
+    torch.manual_seed(0)
+    x, packed = torch.randn(5, 2, 3), kind is pack_padded_sequence
+    lengths = torch.tensor([2, 1, 2, 1, 2])
+    inputs = kind(x, lengths, batch_first=True, enforce_sorted=False) if packed else kind(x=x)
+    batch = {"inputs": inputs, "y": torch.tensor([0, 2, 1, 0, 2])}
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        given = batch["inputs"]
+        (given.data if packed else given.x).mul_(1.01)
+        rows = pad_packed_sequence(given, batch_first=True)[0] if packed else given.x
+        return F.cross_entropy(model(rows.flatten(1)), batch["y"])
+
+    before = (inputs.data if packed else inputs.x).clone()
+    verdict = audit(Step(nn.Linear(6, 3), loss, batch))
+    assert verdict.holds and any(f.law == "SE" and f.outcome == "holds" for f in verdict.findings), str(verdict)
+    assert torch.equal(before, inputs.data if packed else inputs.x)
+
+
+def test_metrics_that_are_no_real_numbers_are_left_out() -> None:
+    logged = {
+        "loss": torch.tensor(2.0), "text": np.str_("3"), "huge": 10**400, "complex": 1j, "spectrum": torch.tensor(1j),
+        "day": np.datetime64("2026-01-01"), "none": None, "half": np.float16(0.5), "on": np.bool_(True), 1: 3,
+    }  # fmt: skip
+    assert numbers(logged) == {"loss": 2.0, "half": 0.5, "on": 1.0, "1": 3.0}
+    assert numbers(None) == {}

@@ -42,20 +42,36 @@ def test_every_step_of_the_action_has_a_shell_and_reads_inputs_by_the_environmen
     assert set(re.findall(r"--[a-z]+", ACTION["runs"]["steps"][-1]["run"])) <= known
 
 
-def test_the_script_of_the_action_writes_its_files_and_ends_with_the_exit_code(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(
-        "from earnest_audit import Census, audit\naudit(Census(wanted=['a'], found=[]))\n"
-    )
+def run(folder: Path, script: str) -> tuple[int, dict[str, str], str]:
+    """The exit code of the action's script for this training script, its outputs, and its summary."""
+    (folder / "train.py").write_text(script)
+    written = {name: folder / name.lower() for name in ("GITHUB_STEP_SUMMARY", "GITHUB_OUTPUT")}
+    for file in written.values():
+        file.touch()
     names = {"SCRIPT": "train.py --steps 2", "OPTIONS": "--quick", "FOLDER": "out"}
-    environment = os.environ | names | {
-        "GITHUB_STEP_SUMMARY": str(tmp_path / "summary.md"),
+    environment = os.environ | names | {name: str(file) for name, file in written.items()} | {
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
     }  # fmt: skip
-    script = ACTION["runs"]["steps"][-1]["run"]
-    done = subprocess.run(
-        ["bash", "-e", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    command = ["bash", "-e", "-c", ACTION["runs"]["steps"][-1]["run"]]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    lines = [line.split("=", 1) for line in written["GITHUB_OUTPUT"].read_text().splitlines()]
+    return done.returncode, dict(lines), written["GITHUB_STEP_SUMMARY"].read_text()
+
+
+def test_the_script_of_the_action_writes_its_files_and_ends_with_the_exit_code(tmp_path: Path) -> None:
+    code, outputs, summary = run(
+        tmp_path, "from earnest_audit import Census, audit\naudit(Census(wanted=['a'], found=[]))\n"
     )
-    assert done.returncode == 1, done.stderr
-    for output in ACTION["outputs"].values():
-        assert (tmp_path / output["value"].replace("${{ inputs.folder }}", "out")).is_file()
-    assert "CENSUS" in (tmp_path / "summary.md").read_text()
+    assert code == 1 and "CENSUS" in summary
+    for name, output in ACTION["outputs"].items():
+        assert output["value"] == f"${{{{ steps.audit.outputs.{name} }}}}"
+        assert (tmp_path / outputs[name]).is_file()
+
+
+def test_a_script_that_ends_before_its_verdict_fails_and_shows_no_older_one(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    for name in ("audit.sarif", "audit.xml", "audit.md"):
+        (tmp_path / "out" / name).write_text("an older verdict")
+    code, outputs, summary = run(tmp_path, "import os\nos._exit(0)\n")
+    assert code == 2 and not outputs and not summary
+    assert not list((tmp_path / "out").iterdir())

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from earnest_audit.restore import is_container, rebuilt
 from earnest_audit.step import Step
@@ -167,6 +168,9 @@ def rows_of(batch: Mapping[str, Any], rows: int, index: Tensor) -> Batch:
             return value[index.to(value.device)] if value.ndim > 0 and value.shape[0] == rows else value
         if isinstance(value, np.ndarray):
             return value[np.asarray(places)] if value.ndim > 0 and value.shape[0] == rows else value
+        if isinstance(value, PackedSequence):
+            padded, lengths = pad_packed_sequence(value, batch_first=True)
+            return pack_padded_sequence(padded[places], lengths[places], batch_first=True, enforce_sorted=False)
         if isinstance(value, list | tuple) and len(value) == rows and not hasattr(value, "_fields"):
             return type(value)(value[i] for i in places)
         return rebuilt(value, take) if is_container(value) else value

@@ -7,19 +7,21 @@ a third for a look at the loss and its metrics. Readings of the declared batch, 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from earnest_audit.edits import Batch
 from earnest_audit.gradient import Gradient, nodes
-from earnest_audit.restore import calling, copied, empty_grads, put_back, remembered
+from earnest_audit.restore import calling, copied, empty_grads, put_back
 from earnest_audit.step import Loss, Step, StepError
 
 T = TypeVar("T")
@@ -49,6 +51,7 @@ class Measure:
         self._state = "as it is"
         self._made: dict[tuple[str, str], Any] = {}
         self._kept: dict[tuple[str, int, str], Reading] = {}
+        self._inner_grad = False  # whether the step's functions differentiate inside, and so always need a graph
         self._put_buffers_back: Callable[[], None] = lambda: None
 
     def gradient(self, batch: Inputs = None, knobs: Inputs = None, loss: Loss | None = None) -> Gradient:
@@ -114,18 +117,13 @@ class Measure:
         graph = list(nodes(value.grad_fn))
         if not any(isinstance(node, BackwardCFunction) for node in graph):
             return list(torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=retain))
-        leaves = [node.variable for node in graph if hasattr(node, "variable")]  # backward() fills every one
-        reached = {id(t): t for t in (*inputs, *self.parameters.values(), *leaves)}.values()
-        hooks = remembered(t._post_accumulate_grad_hooks for t in reached if t._post_accumulate_grad_hooks)
-        with empty_grads(reached):
-            try:
-                for t in reached:
-                    if t._post_accumulate_grad_hooks:  # an update inside the backward, for example
-                        t._post_accumulate_grad_hooks.clear()
-                value.backward(retain_graph=retain)
-                return [t.grad for t in inputs]
-            finally:
-                hooks()
+        reached = {id(t): t for t in (*inputs, *self.parameters.values(), *_filled(graph))}.values()
+        hooks = [t._post_accumulate_grad_hooks for t in reached if t._post_accumulate_grad_hooks]
+        with empty_grads(reached), put_back(hooks):
+            for each in hooks:  # an update inside the backward, for example
+                each.clear()
+            value.backward(retain_graph=retain)
+            return [t.grad for t in inputs]
 
     def look(self, batch: Inputs = None, knobs: Inputs = None) -> Reading:
         """Loss and metrics, without a gradient."""
@@ -133,8 +131,7 @@ class Measure:
         if (key := self._key(batch, knobs)) in self._kept:
             return self._kept[key]
         self.cost += 1 / 3
-        with torch.no_grad():
-            value, metrics = self.run(batch, knobs, None, graph=False)
+        value, metrics = self.run(batch, knobs, None, graph=False)
         return Reading(float(value), metrics=metrics)
 
     def run(
@@ -143,8 +140,25 @@ class Measure:
     ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
         if self._state != "in training":  # what a forward pass wrote down must not reach the next one
             self._put_buffers_back()
-        with calling(self.step.seed if seed is None else seed, graph):
-            return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
+        value, metrics = result_of(self._called(loss or self.step.loss, batch, graph, seed, self.settings(knobs)))
+        return value if graph else value.detach(), metrics
+
+    def _called(
+        self, fn: Callable[..., Any], batch: Mapping[str, Any], graph: bool, seed: int | None, knobs: Mapping[str, Any]
+    ) -> Any:
+        """What the user's function gives for the model and a copy of the batch. Code that differentiates inside (a
+        gradient penalty) raises where it is called without a graph: then it is always called with one."""
+        seed = self.step.seed if seed is None else seed
+        if not (graph or self._inner_grad):
+            try:
+                with calling(seed, graph=False):
+                    return fn(self.step.model, fresh(batch), **knobs)
+            except RuntimeError as error:
+                if "does not require grad" not in str(error):
+                    raise
+                self._inner_grad = True
+        with calling(seed, graph=True):
+            return fn(self.step.model, fresh(batch), **knobs)
 
     def settings(self, knobs: Inputs = None) -> dict[str, Any]:
         """Every setting and the first mode of every option, with ``knobs`` in their place."""
@@ -153,10 +167,8 @@ class Measure:
     def forward(self, fn: Callable[..., Any] | None, batch: Inputs = None, graph: bool = True) -> Any:
         """What a declared function (``logprobs``, ``student``) gives for the model and this batch."""
         assert fn is not None
-        batch = fresh(self.step.batch if batch is None else batch)
         self.cost += 1 if graph else 1 / 3
-        with calling(self.step.seed, graph):
-            return fn(self.step.model, batch)
+        return self._called(fn, self.step.batch if batch is None else batch, graph, None, {})
 
     def now(self) -> Tensor:
         """The policy's log-probs in this state (``step.logprobs``, no graph); edits of signals do not change them."""
@@ -198,6 +210,17 @@ class Measure:
         return made
 
 
+def _filled(graph: Sequence[Any]) -> Iterator[Tensor]:
+    """The leaves that a backward pass fills: those of the graph, and the parameters of modules that a reentrant
+    checkpoint runs again inside."""
+    for node in graph:
+        rerun = getattr(node, "run_function", None)
+        cells = [cell.cell_contents for cell in getattr(rerun, "__closure__", None) or ()]
+        again = (m for m in (rerun, getattr(rerun, "__self__", None), *cells) if isinstance(m, nn.Module))
+        leaf = getattr(node, "variable", None)
+        yield from (*(p for m in again for p in m.parameters()), *([leaf] if isinstance(leaf, Tensor) else ()))
+
+
 def fresh(batch: Mapping[str, Any]) -> Batch:
     """A copy that the loss may write into, at any depth."""
     return {k: copied(v) for k, v in batch.items()}
@@ -219,12 +242,19 @@ def result_of(result: Any) -> tuple[Tensor, dict[str, float]]:
             f"the loss must be one number (a tensor without dimensions), got shape {tuple(value.shape)}; return its "
             "sum or mean."
         )
-    numbers = metrics.items() if isinstance(metrics, Mapping) else ()
-    return value, {name: number(metric) for name, metric in numbers if is_number(metric)}
+    return value, numbers(metrics)
+
+
+def numbers(metrics: Any) -> dict[str, float]:
+    """name -> value, of the metrics that are real numbers, as a float can hold them."""
+    named = metrics.items() if isinstance(metrics, Mapping) else ()
+    return {str(name): number(value) for name, value in named if is_number(value)}
 
 
 def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) or (isinstance(value, Tensor | np.generic) and np.ndim(value) == 0)
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.is_complex()
+    return abs(value) <= sys.float_info.max if isinstance(value, int) else isinstance(value, Real | np.bool_)
 
 
 def number(value: Any) -> float:

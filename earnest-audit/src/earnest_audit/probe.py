@@ -34,7 +34,7 @@ from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import buffers, calling, moved, perturbation_sizes, restored, without_dropout
+from earnest_audit.restore import buffers, calling, moved, not_restored, perturbation_sizes, restored, without_dropout
 from earnest_audit.step import FUNCTIONS, Step, StepError
 from earnest_audit.verdict import Finding
 
@@ -348,6 +348,8 @@ class Probe(Measure):
         ):
             if rates:
                 self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
+            if once := not_restored(self.step.model):
+                self.notes += (f"what the audit read of {', '.join(once)} was not restored: it can be read only once",)
             self._put_buffers_back = buffers(self.step.model)
             self._sums = self._sum()
             if self.step.backward is None:  # or else when a law compares gradients: the run's own pass needs less

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import random
 import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,52 +18,62 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.utils.data import DataLoader, Dataset
 
 from earnest_audit.errors import EarnestError
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 CONFIGS = ("config", "cfg")
+RANDOM = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 _OFF: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, float]]] = WeakKeyDictionary()
 """The dropout rates of a model that are switched off, and where they belong."""
 
 
 @contextmanager
-def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's generators start from ``seed`` inside, and are as they were afterwards."""
-    python, devices = random.getstate(), list(range(torch.cuda.device_count()))
-    numeric = np.random.get_state()  # noqa: NPY002 (the user's code may use the global generator)
+def undone(*undos: Callable[[], object]) -> Iterator[None]:
+    """On the way out all of these are called, and once more: an interrupt may have come in between. So each puts back
+    what was remembered before anything changed, and may be called twice."""
     try:
-        with torch.random.fork_rng(devices=devices):
-            random.seed(seed)
-            np.random.seed(seed % 2**32)  # noqa: NPY002
-            torch.manual_seed(seed)
+        try:
             yield
+        finally:
+            for undo in undos:
+                undo()
     finally:
-        random.setstate(python)
-        np.random.set_state(numeric)  # noqa: NPY002
+        for undo in undos:
+            undo()
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, NumPy's and torch's generators start from ``seed`` inside; on the way out what the process holds is as
+    it was."""
+    with put_back(process()):
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002 (the user's code may use the global generator)
+        torch.manual_seed(seed)
+        yield
+
+
+def process() -> list[Any]:
+    """The global random generators, and the modules that hold autograd's mode and the filters of warnings."""
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    return [random, np.random, torch, warnings, torch.default_generator, *torch.cuda.default_generators]
 
 
 @contextmanager
 def replaced(owner: Any, attributes: Mapping[str, Any]) -> Iterator[None]:
     """Inside, the object has these attributes."""
     own = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
-    vars(owner).update(attributes)
-    try:
+    with undone(*(partial(vars(owner).pop, name, None) for name in attributes), partial(vars(owner).update, own)):
+        vars(owner).update(attributes)
         yield
-    finally:
-        for name in attributes:
-            del vars(owner)[name]
-        vars(owner).update(own)
 
 
-@contextmanager
-def put_back(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """These tensors have their old bits on the way out."""
-    undo = remembered(tensors)
-    try:
-        yield
-    finally:
-        undo()
+def put_back(values: Iterable[Any]) -> AbstractContextManager[None]:
+    """These tensors (dicts, lists, …) have their old bits on the way out."""
+    return undone(remembered(values))
 
 
 @contextmanager
@@ -68,43 +81,39 @@ def moved(tensors: Iterable[Tensor], by: Callable[[Tensor, Tensor], Tensor], see
     """Inside, every tensor t is t + by(t, standard normal noise); afterwards it has its old bits."""
     generator, tensors = torch.Generator().manual_seed(seed), list(tensors)
     with put_back(tensors):
-        with torch.no_grad():
-            for t in tensors:
-                noise = torch.randn(t.shape, generator=generator).to(t.device, torch.float32)
-                t.add_(by(t, noise).to(t.dtype))
+        for t in tensors:
+            noise = torch.randn(t.shape, generator=generator).to(t.device, torch.float32)
+            t.detach().add_(by(t.detach(), noise).to(t.dtype))
         yield
 
 
 @contextmanager
 def empty_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
     """Inside, ``.grad`` is empty at first; afterwards it is what it was."""
-    kept = [(t, t.grad) for t in tensors]
-    try:
-        for t, _ in kept:
+    tensors = list(tensors)
+    with undone(*(partial(setattr, t, "grad", t.grad) for t in tensors)):
+        for t in tensors:
             t.grad = None
         yield
-    finally:
-        for t, grad in kept:
-            t.grad = grad
 
 
 @contextmanager
 def observed(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
     """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules; or
     ``hook(module, inputs)`` before it."""
-    handles = [m.register_forward_pre_hook(hook) if before else m.register_forward_hook(hook) for m in modules]
-    try:
+    modules = list(modules)
+    with put_back(m._forward_pre_hooks if before else m._forward_hooks for m in modules):
+        for m in modules:
+            m.register_forward_pre_hook(hook) if before else m.register_forward_hook(hook)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
 def calling(seed: int, graph: bool) -> Iterator[None]:
     """For one call of the user's code. Without a graph, reentrant checkpointing warns that its inputs need no gradient;
     here that is intended."""
-    with seeded(seed), torch.set_grad_enabled(graph), nullcontext() if graph else warnings.catch_warnings():
+    with seeded(seed), nullcontext() if graph else warnings.catch_warnings():
+        torch.set_grad_enabled(graph)
         if not graph:
             warnings.filterwarnings("ignore", message="None of the inputs have requires_grad=True")
         yield
@@ -112,85 +121,117 @@ def calling(seed: int, graph: bool) -> Iterator[None]:
 
 @contextmanager
 def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_update: bool = False) -> Iterator[None]:
-    """Parameters, buffers, gradients, flags, modes and the optimizer have their old bits on the way out.
+    """Everything that the modules and the optimizer hold (see ``held_by``) has its old bits on the way out, and so have
+    gradients, flags, modes and what the process holds.
 
     Inside, hooks of the optimizer's step are disabled: what they do outside (count, average, log) could not be
     restored. With ``own_update`` they run, and frozen parameters are neither copied nor restored.
     """
-    tensors = {id(t): t for t in [*model.parameters(), *model.buffers()]}
-    if own_update:
-        tensors = {i: t for i, t in tensors.items() if t.requires_grad or not isinstance(t, nn.Parameter)}
-    if optimizer is not None:
-        tensors |= {id(p): p for group in optimizer.param_groups for p in group["params"]}
-    reached = [] if optimizer is None else held_by(optimizer)
-    kept = [(t, t.requires_grad, t.grad) for t in tensors.values()]
-    modes = {id(m): m.training for m in model.modules()}
-    undo = remembered([*tensors.values(), *reached])
-    if not own_update:
+    frozen = [p for p in model.parameters() if own_update and not p.requires_grad]
+    reached = held_by([model, optimizer], frozen)
+    with put_back([*reached, *process()]):
         for value in reached:
-            for name in HOOKS if isinstance(value, torch.optim.Optimizer) else ():
+            for name in HOOKS if isinstance(value, torch.optim.Optimizer) and not own_update else ():
                 vars(value).get(name, {}).clear()
-    try:
         yield
-    finally:
-        undo()
-        for t, flag, grad in kept:
-            t.grad = grad
-            if t.requires_grad != flag:
-                t.requires_grad_(flag)
-        for m in model.modules():
-            m.training = modes.get(id(m), m.training)
 
 
 def buffers(model: nn.Module) -> Callable[[], None]:
     """A function that puts the model's buffers back, whether they are written into or replaced."""
-    places = [m._buffers for m in model.modules() if m._buffers]
-    return remembered([*places, *(b for b in model.buffers() if not b.is_inference())])
+    return remembered([*(m._buffers for m in model.modules() if m._buffers), *model.buffers()])
 
 
 def remembered(values: Iterable[Any]) -> Callable[[], None]:
-    """A function that puts what these tensors, dicts, lists and optimizers hold back into them."""
-    holders = [vars(value) if isinstance(value, torch.optim.Optimizer) else value for value in values]
-    tensors = [(t, t.detach().clone()) for t in holders if isinstance(t, Tensor)]
-    members = [(held, copy.copy(held)) for held in holders if isinstance(held, dict | list | deque | set)]
+    """A function that puts what each of these holds back into it: tensors, arrays, dicts, lists, deques, sets, modules,
+    optimizers and random generators. The members of a container are values of their own."""
+    undos = [each for value in values if (each := _undo(value)) is not None]
 
     def undo() -> None:
-        for held, content in members:
-            held.clear()
-            (held.extend if isinstance(held, list | deque) else held.update)(content)
-        with torch.no_grad():
-            for t, old in tensors:
-                if t.shape != old.shape or t.dtype != old.dtype:
-                    t.data = old.clone()
-                elif not torch.equal(_bits(t), _bits(old)):
-                    t.detach().copy_(old)
+        for each in undos:
+            each()
 
     return undo
 
 
-def held_by(optimizer: torch.optim.Optimizer) -> list[Any]:
-    """What an optimizer keeps beside its parameters, at any depth, itself included: each object once. To put it back,
-    ``load_state_dict`` would not do: it casts to the parameter's dtype, and replaces groups that a schedule holds."""
-    seen = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    todo, found = [optimizer], list[Any]()
+def held_by(roots: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
+    """What modules and optimizers hold, at any depth of containers, themselves included: each object once. Of other
+    objects those that a module has as attributes are entered, and no deeper: a trainer leads to everything.
+    To put an optimizer back, ``load_state_dict`` would not do: it casts to the parameter's dtype, and replaces groups
+    that a schedule holds."""
+    seen, todo, found = {id(value) for value in without}, list(roots), list[Any]()
     while todo:
         value: Any = todo.pop()
         if id(value) in seen:
             continue
         seen.add(id(value))
         found.append(value)
-        if isinstance(value, torch.optim.Optimizer):
+        if isinstance(value, nn.Module):
+            todo += (vars(v) if _has_attributes(v) else v for v in vars(value).values())
+        elif isinstance(value, torch.optim.Optimizer):
             todo += vars(value).values()
-        elif isinstance(value, Mapping):
+        elif isinstance(value, dict):
             todo += value.values()
         elif isinstance(value, list | tuple | deque | set):
             todo += value
     return found
 
 
+def _has_attributes(value: Any) -> bool:
+    """Whether it is an object with state of its own: a configuration, running statistics. Data sets are only read."""
+    others = (Tensor, nn.Module, torch.optim.Optimizer, dict, list, Dataset, DataLoader, *RANDOM)
+    code = (type, FunctionType, MethodType, ModuleType)
+    return not isinstance(value, others + code) and isinstance(getattr(value, "__dict__", None), dict)
+
+
+def not_restored(model: nn.Module) -> list[str]:
+    """The attributes of modules that can only be read once, by name."""
+    owners = ((f"{path}." if path else "", module) for path, module in model.named_modules())
+    return [f"{path}{n}" for path, module in owners for n, v in vars(module).items() if isinstance(v, Iterator)]
+
+
+def _undo(value: Any) -> Callable[[], object] | None:
+    """A function that puts back what it holds; None where it cannot change in place."""
+    if isinstance(value, Tensor):
+        bits, grad = value.detach().clone(), value.grad if value.is_leaf else None
+        return None if value.is_inference() else partial(_rewrite, value, bits, value.requires_grad, grad)
+    if isinstance(value, np.ndarray):
+        return partial(np.copyto, value, value.copy()) if value.flags.writeable else None
+    if isinstance(value, np.random.Generator):
+        return partial(setattr, value.bit_generator, "state", value.bit_generator.state)
+    if value is torch:
+        return partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    if value is warnings:
+        return partial(setattr, warnings, "filters", warnings.filters)
+    if value is np.random or isinstance(value, (torch.Generator, np.random.RandomState)):
+        owner: Any = value
+        return partial(owner.set_state, owner.get_state())
+    if value is random or isinstance(value, random.Random):
+        return partial(value.setstate, value.getstate())
+    holder = vars(value) if isinstance(value, nn.Module | torch.optim.Optimizer) else value
+    return partial(_refill, holder, copy.copy(holder)) if isinstance(holder, dict | list | deque | set) else None
+
+
+def _rewrite(t: Tensor, content: Tensor, flag: bool, grad: Tensor | None) -> None:
+    if t.shape != content.shape or t.dtype != content.dtype:
+        t.data = content.clone()
+    elif t.layout != torch.strided or not torch.equal(_bits(t), _bits(content)):
+        t.detach().copy_(content)
+    if t.is_leaf:
+        t.grad = grad
+        t.requires_grad_(flag)
+
+
+def _refill(holder: Any, content: Any) -> None:
+    now, before = ([*map(id, c), *map(id, c.values() if isinstance(c, dict) else ())] for c in (holder, content))
+    if now != before:
+        holder.clear()
+        (holder.extend if isinstance(holder, list | deque) else holder.update)(content)
+
+
 def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Every plain tensor that an optimizer keeps beside its parameters, at any depth."""
-    return (value for value in held_by(optimizer) if type(value) in (Tensor, nn.Parameter))
+    owned = [p for group in optimizer.param_groups for p in group["params"]]
+    return (value for value in held_by([optimizer], owned) if type(value) in (Tensor, nn.Parameter))
 
 
 def _bits(t: Tensor) -> Tensor:
@@ -214,28 +255,25 @@ def without_dropout(model: nn.Module) -> Iterator[int]:
                 rate = "drop" in name.lower() or (place is own and name == "p" and isinstance(module, _DropoutNd))
                 if rate and isinstance(value, float) and 0 < value <= 1:
                     rates.append((place, name, value))
-                    place[name] = 0.0
     outer = _OFF.get(model, [])
-    _OFF[model] = outer + rates
-    try:
+    with undone(partial(_OFF.__setitem__, model, outer), partial(_set, rates)):
+        _OFF[model] = outer + rates
+        _set(rates, 0.0)
         yield len(rates)
-    finally:
-        _OFF[model] = outer
-        for place, name, value in rates:
-            place[name] = value
 
 
 @contextmanager
 def with_dropout(model: nn.Module) -> Iterator[int]:
     """Inside ``without_dropout``, the rates as the user has them; yields how many there are."""
     rates = _OFF.get(model, [])
-    for place, name, value in rates:
-        place[name] = value
-    try:
+    with undone(partial(_set, rates, 0.0)):
+        _set(rates)
         yield len(rates)
-    finally:
-        for place, name, _ in rates:
-            place[name] = 0.0
+
+
+def _set(rates: Iterable[tuple[dict[str, Any], str, float]], rate: float | None = None) -> None:
+    for place, name, value in rates:
+        place[name] = value if rate is None else rate
 
 
 def copied(value: Any) -> Any:
@@ -250,7 +288,8 @@ def copied(value: Any) -> Any:
 
 
 def is_container(value: Any) -> bool:
-    return isinstance(value, Mapping | list | tuple)
+    a_record = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return a_record or isinstance(value, Mapping | list | tuple | SimpleNamespace)
 
 
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -262,6 +301,11 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
         new: Any = copy.copy(value)  # a BatchEncoding stays one
         for k, v in entries.items():
             new[k] = v
+        return new
+    if not isinstance(value, list | tuple):  # a dataclass, frozen perhaps, or a namespace
+        new = copy.copy(value)
+        for name in vars(value) if hasattr(value, "__dict__") else (f.name for f in dataclasses.fields(value)):
+            object.__setattr__(new, name, change(getattr(value, name)))
         return new
     parts = [change(v) for v in value]
     if isinstance(value, list):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -68,3 +69,21 @@ def test_a_loss_that_hides_its_slope_in_its_last_bit_is_not_accused() -> None:
         return mean(F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1), batch) + 5e7
 
     assert rows(audit(step_of(far), laws=[finite_difference.LAW]).findings) == {"loss along its own gradient": "holds"}
+
+
+@pytest.mark.parametrize("detached", [False, True])
+def test_a_float64_copy_that_rounds_to_fp32_is_given_a_longer_step(detached: bool) -> None:
+    """As a norm does that computes in fp32: below 1e-3 of the parameters' norm, rounding is more than the change."""
+    outcomes = []
+    for seed in range(6):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+
+        def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+            square = ((model(batch["x"]).float() + 3000) - 3000).square()
+            return (square + square.detach() if detached else square).mean()
+
+        step = Step(model, loss, {"x": torch.randn(2, 3)}, value_is_loss=True)
+        (row,) = audit(step, laws=[finite_difference.LAW]).findings
+        outcomes.append(row.outcome)
+    assert outcomes == ["fails" if detached else "holds"] * 6

@@ -268,3 +268,37 @@ def test_a_head_that_no_loss_calls_is_not_declared_and_one_without_a_gradient_fa
     (found,) = [outcome for subject, outcome in rows.items() if "trainable parameters" in subject]
     assert found == ("fails" if called else "holds")
     assert rows.get("value, which the loss never calls") == (None if called else "not declared")
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_parameter_whose_gradient_cancels_warns_and_a_gate_that_never_moves_fails(gated: bool) -> None:
+    """A bias before a BatchNorm has a gradient of rounding noise; the weights' gradients beside it are real."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
+    if gated:
+        model[0].weight.data.fill_(1e6)  # rounds every update away
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+
+    def loss(model: Any, batch: Data) -> Tensor:
+        return (model(batch["x"]) - 1).square().mean()
+
+    step = Step(model, loss, {"x": torch.randn(8, 3)}, optimizer=optimizer, rows_interact=True)
+    verdict = audit(step, laws=[liveness.LAW])
+    assert verdict.holds != gated, str(verdict)
+    assert [f.subject for f in verdict.warnings] == ["parameters whose gradient cancels"], str(verdict)
+    assert "0.bias" in verdict.warnings[0].meaning
+
+
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_critics_output_bias_cancels_and_a_layer_without_a_gradient_fails(dead: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.LeakyReLU(0.2), nn.Linear(8, 1))
+
+    def loss(model: Any, batch: Data) -> Tensor:
+        return model(batch["fake"]).mean() - model(batch["real"]).mean()
+
+    if dead:
+        model[0].weight.register_hook(torch.zeros_like)
+    verdict = audit(Step(model, loss, {"real": torch.randn(4, 3), "fake": torch.randn(4, 3)}), laws=[liveness.LAW])
+    assert verdict.holds != dead, str(verdict)
+    assert any("2.bias" in f.meaning for f in verdict.warnings)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -313,3 +314,31 @@ def test_a_loss_that_is_no_number_is_told_at_once() -> None:
     assert not w.due
     with pytest.warns(WatchWarning, match="metric loss: nan at update 7"):
         w.step(float("nan"))
+
+
+@pytest.mark.parametrize("stuck", [False, True])
+def test_a_bias_before_a_norm_warns_and_a_weight_that_never_moves_fails(stuck: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Tanh(), nn.Linear(6, 1))
+    if stuck:
+        model[0].weight.data.fill_(1e6)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(), watch(model, optimizer, every=1) as w:
+        warnings.simplefilter("ignore")
+        for _ in range(2 * MANY):
+            loss = model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            w.step(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    verdict = w.verdict()
+    assert verdict.holds != stuck, str(verdict)
+    assert [f.subject for f in verdict.warnings] == ["parameters whose gradient cancels"], str(verdict)
+
+
+def test_metrics_that_are_no_real_numbers_do_not_end_the_run() -> None:
+    w, day = Watch(nn.Linear(2, 1)), np.datetime64("2026-01-01")
+    metrics: Any = {"text": np.str_("3"), "huge": 10**400, "complex": 1j, "day": day, 1: 2.0, "nan": np.float32("nan")}
+    with pytest.warns(WatchWarning, match="metric nan"):
+        w.step(torch.tensor(1.0), metrics)
+    assert [f.subject for f in w.verdict().failures] == ["metric nan"]

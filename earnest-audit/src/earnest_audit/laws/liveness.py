@@ -11,6 +11,8 @@ the model that the loss never calls (the head of another loss) is "not declared"
 forward pass, so only buffers that an update changes count. Optimizers with master weights, Kahan summation or
 stochastic rounding may apply an update later; if little changed, the same gradient is applied again before judging. A
 term that is inactive by design where training begins is judged in the state that active declares.
+Warns: (row "parameters whose gradient cancels") a bias before a normalisation that subtracts it, and one that is added
+to both sides of a difference (a critic's output). They train nothing; bias=False leaves them out.
 Detects: SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move,
 prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
 """
@@ -18,6 +20,7 @@ prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
 
@@ -34,6 +37,7 @@ from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 STEPS = 2
+CANCELS = 64 * torch.finfo(torch.float32).eps  # of the largest gradient: rounding in what adds up to 0
 
 
 def check(probe: Probe) -> Rows:
@@ -130,10 +134,10 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     before = {n: bits(p) for n, p in step.model.named_parameters()}
     frozen = [n for n, p in step.model.named_parameters() if n not in probe.parameters and not p.requires_grad]
     born = {n: bits(t) for n, t in step.model.named_buffers()}
-    pushed, alive = set[str](), set[str]()
+    pushed, sizes = set[str](), dict[str, float]()
     for number in range(STEPS):
         gradient = first if number == 0 else probe.own_gradient()
-        alive |= {n for n, g in gradient.parts.items() if g is not None and bool((g != 0).any())}
+        sizes |= {n: max(sizes.get(n, 0.0), largest_entry(g)) for n, g in gradient.parts.items() if g is not None}
         # A running statistic moves in the forward pass, legitimately; a buffer that an update moves is a frozen weight.
         buffers = {n: bits(t) for n, t in step.model.named_buffers()}
         _update(probe, gradient.parts)
@@ -144,11 +148,11 @@ def _train(probe: Probe, first: Gradient) -> Rows:
             "learning rate", "0", "above 0", False,
             "The learning rate is 0: no parameter moves, and one that waits for another to move gets no gradient.",
         )  # fmt: skip
-    # What is added to both answers of a pair (a bias after the last non-linearity) cancels: reached, and exactly 0.
-    offset = [
-        n for n, p in probe.parameters.items()
-        if n not in alive and step.kind == "preference" and p.ndim <= 1 and first.parts[n] is not None
-    ]  # fmt: skip
+    alive = {n for n, most in sizes.items() if most > 0}
+    largest = max(sizes.values(), default=0.0)
+    zero = {n for n, p in probe.parameters.items() if p.ndim <= 1 and sizes.get(n, math.inf) <= CANCELS * largest}
+    offset = [n for n in names if n in zero - alive and not idles(n, step.may_idle)]
+    pairs = step.kind == "preference"
     dead = [n for n in names if n not in alive and n not in offset and not idles(n, step.may_idle)]
     heads = _uncalled(probe, dead) if dead else []
     for head in heads:
@@ -158,16 +162,20 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     yield LAW.finding(
         f"{len(names)} trainable parameters",
         f"{len(alive)} got a gradient within {STEPS} steps" + (f", {idle} idle" if idle else "")
-        + (f"; {some(offset)} cancels in every pair and trains nothing" if offset else ""),
+        + (f"; {some(offset)} cancels in every pair and trains nothing" if offset and pairs else ""),
         "all but those that may idle" if step.may_idle or heads else "all", not dead,
         f"No gradient reaches {some(dead)}. " + ("The learning rate is 0." if rate == 0 else
         "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. Experts that get no "
         'token from one batch are declared: may_idle=("*.experts.*",).'),
     )  # fmt: skip
+    still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and n in alive]
+    lost = ([] if pairs else offset) + [n for n in still if n in zero and step.optimizer is not None]
+    if lost:
+        yield cancelling(lost)
     if step.optimizer is None:
         yield LAW.not_declared("the parameters' bits", "optimizer=…")
         return
-    still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and n in alive]
+    still = [n for n in still if n not in lost]
     found = arrival(probe, first, still)
     if found is not None:  # what could not be written yet may be kept for later, or rounded at random
         still = [n for n in still if n not in found.moved and not (found.random and is_coarse(probe.parameters[n]))]
@@ -246,6 +254,18 @@ def _update(probe: Probe, gradient: object) -> None:
             reach = 1e-3 * max(float(p.float().norm()), 1e-3 * p.numel() ** 0.5)
             p.sub_(p.grad * (reach / size if size > 0 else 0.0))
             p.grad = None
+
+
+def cancelling(names: list[str]) -> Finding:
+    return LAW.doubtful(LAW.finding(
+        "parameters whose gradient cancels", f"{len(names)} with a gradient of 0, up to rounding", "0", False,
+        f"{some(names)} are reached by the loss, which does not depend on them.",
+    ))  # fmt: skip
+
+
+def largest_entry(gradient: Tensor) -> float:
+    """Its largest entry, without a sign."""
+    return float(gradient.detach().abs().max()) if gradient.numel() else 0.0
 
 
 def bits(t: Tensor) -> bytes:

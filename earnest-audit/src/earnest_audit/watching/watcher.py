@@ -28,9 +28,9 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.law import not_declared
-from earnest_audit.laws.liveness import idles, some
+from earnest_audit.laws.liveness import CANCELS, cancelling, idles, largest_entry, some
 from earnest_audit.limits import ENOUGH, MANY
-from earnest_audit.measure import is_number, number
+from earnest_audit.measure import numbers
 from earnest_audit.places import caller, parts
 from earnest_audit.together import Together
 from earnest_audit.verdict import Finding, Verdict, judged
@@ -80,6 +80,7 @@ class _Parameter:
     idle: Streak = field(default_factory=Streak)  # looks without a gradient, or with one that is all 0
     stuck: Streak = field(default_factory=Streak)  # updates with a gradient and a learning rate that moved no bit
     stray: Streak = field(default_factory=Streak)  # looks with a gradient, and no change since the last one
+    cancels: bool = True  # in every look it was reached, and its gradient was 0 up to rounding
     before: Tensor | None = None
     last: Tensor | None = None
 
@@ -180,9 +181,8 @@ class Watch:
         ``truncated``   answers that hit the length limit [B]
         ``ends``        1 where the token that ends a supervised answer is supervised [N]
         """
-        values = {**(metrics or {}), **({} if loss is None else {"loss": loss})}
-        norms = (number(v) for k, v in values.items() if k.rsplit("/", 1)[-1] == "grad_norm" and is_number(v))
-        self._norm.logged = next(norms, None)
+        values = numbers({**(metrics or {}), **({} if loss is None else {"loss": loss})})
+        self._norm.logged = next((v for name, v in values.items() if name.rsplit("/", 1)[-1] == "grad_norm"), None)
         self.logged(values)
         self._signals.look(signals, self.due)
         self._mode.see(self.model)
@@ -196,7 +196,7 @@ class Watch:
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that come when their update has been made."""
-        for name, value in ((k, number(v)) for k, v in metrics.items() if is_number(v)):
+        for name, value in numbers(metrics).items():
             if not math.isfinite(value):
                 why = f"{name} is not a number any more; what was learned since may be lost."
                 self._break(f"metric {name}", value, why)
@@ -219,9 +219,14 @@ class Watch:
         if self.optimizer is not None:
             self._rates.look(self.optimizer)
             self._norm.look(self.optimizer)
-        sizes = [self._look(name, p) for name, p in self.model.named_parameters()]
-        self._rates.count(any(size > 0 and math.isfinite(size) for size in sizes))
-        self._steps.look(any(size != 0 for size in sizes))
+        parameters = dict(self.model.named_parameters())
+        sizes = {name: self._look(name, p) for name, p in parameters.items()}
+        largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
+        for name, p in parameters.items():
+            if p.requires_grad and (p.grad is None or p.ndim > 1 or not sizes[name] <= CANCELS * largest):
+                self._seen[name].cancels = False
+        self._rates.count(any(size > 0 and math.isfinite(size) for size in sizes.values()))
+        self._steps.look(any(size != 0 for size in sizes.values()))
 
     def _look(self, name: str, p: nn.Parameter) -> float:
         """The size of its gradient; 0 where there is none."""
@@ -231,7 +236,7 @@ class Watch:
             return 0.0
         seen = self._seen.setdefault(name, _Parameter())
         seen.before = None
-        size = float(p.grad.detach().abs().max()) if p.grad is not None and p.grad.numel() else 0.0
+        size = 0.0 if p.grad is None else largest_entry(p.grad)
         if not math.isfinite(size):
             why = "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits."
             self._break(f"gradient of {name}", size, why)
@@ -310,6 +315,9 @@ class Watch:
             yield Finding("GL", "gradients and metrics", f"finite in {self.looks} looks", "finite", "holds")
         if self.looks >= ENOUGH:
             yield self._alive()
+            quiet = (n for n, s in self._seen.items() if s.cancels and max(s.idle.row, s.stuck.row) >= ENOUGH)
+            if zero := [n for n in quiet if not idles(n, self.may_idle)]:
+                yield cancelling(zero)
         else:
             yield Finding("GL", "trainable parameters", f"{self.looks} looks", f"≥ {ENOUGH}", "not applicable", "")
         if self.optimizer is None:
@@ -351,7 +359,7 @@ class Watch:
 
     def _alive(self) -> Finding:
         """Without a gradient from the beginning, or in the last MANY looks; what comes back is alive again."""
-        seen = {n: s for n, s in self._seen.items() if not idles(n, self.may_idle)}
+        seen = {n: s for n, s in self._seen.items() if not idles(n, self.may_idle) and not s.cancels}
         never = [n for n, s in seen.items() if not s.idle.good and s.idle.row >= ENOUGH]
         lost = [n for n, s in seen.items() if s.idle.good and s.idle.row >= MANY]
         text = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
@@ -365,7 +373,8 @@ class Watch:
         )  # fmt: skip
 
     def _bits(self) -> Finding:
-        still = [n for n, s in self._seen.items() if s.stuck.row >= (MANY if s.stuck.good else ENOUGH)]
+        seen = {n: s for n, s in self._seen.items() if not s.cancels}
+        still = [n for n, s in seen.items() if s.stuck.row >= (MANY if s.stuck.good else ENOUGH)]
         late = sum(self._seen[n].stuck.good > 0 for n in still)
         return judged(
             "GL", "the parameters' bits",
