@@ -1,3 +1,4 @@
+from earnest_audit.errors import SubjectError as SubjectError
 from earnest_audit.executor import audit as audit
 from earnest_audit.facts import Metric as Metric
 from earnest_audit.facts import Setting as Setting

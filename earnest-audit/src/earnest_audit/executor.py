@@ -59,7 +59,7 @@ def audit(
         if isinstance(subject, Step):
             verdict = _step(subject, quick, laws, progress)
         else:
-            verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
+            verdict = Verdict(tuple(subject.checked()), title=f"{type(subject).__name__}, checked")
     finally:
         RUNNING.pop()
     judged = (f for name, f in vars(subject).items() if callable(f) and name not in ("model", "make", "perturb"))
