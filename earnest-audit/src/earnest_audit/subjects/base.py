@@ -132,10 +132,12 @@ def copied(call: T) -> T:
         return call
 
 
-def outputs(call: Callable[..., Tensor], *given: Any) -> Tensor:
-    """What is called may train. Dropout is off in the modules that it is given, and in those that an object has."""
+def outputs(call: Callable[..., Tensor], *given: Any, model: nn.Module | None = None) -> Tensor:
+    """What is called may train. Dropout is off in the model, in modules that are given, and in those that an object
+    that is given has."""
+    reached = [model, *given, *(part for x in given for part in getattr(x, "__dict__", {}).values())]
     with ExitStack() as stack, torch.enable_grad():
-        for module in (m for x in given for m in (x, *getattr(x, "__dict__", {}).values()) if isinstance(m, nn.Module)):
+        for module in (m for m in reached if isinstance(m, nn.Module)):
             stack.enter_context(without_dropout(module))
         return call(*given).detach().clone()
 
