@@ -145,3 +145,9 @@ def outputs(call: Callable[..., Tensor], *given: Any, model: nn.Module | None = 
 def largest(t: Tensor) -> float:
     """The largest entry; 0 where there is none, NaN where one is NaN."""
     return float(t.max()) if t.numel() else 0.0
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two log-probs, over the larger of 1 and their size; equal infinities do not differ."""
+    size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0).nan_to_num(posinf=1.0)
+    return largest(gap(a, b) / size)

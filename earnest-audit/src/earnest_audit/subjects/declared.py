@@ -79,9 +79,11 @@ def fits(value: Any, hint: Any) -> bool:
 
 def words(hint: Any) -> str:
     kind, inside = get_origin(hint) or hint, get_args(hint)
-    if kind in (tuple, Union, UnionType):
-        return (" and " if kind is tuple else " or ").join(dict.fromkeys(map(words, inside)))
-    return " or ".join(map(repr, inside)) if kind is Literal else WORDS.get(kind) or f"a {kind.__name__}"
+    if kind is tuple:
+        return f"a tuple ({', '.join(map(words, inside))})"
+    if kind in (Union, UnionType, Literal):
+        return " or ".join(dict.fromkeys(repr(part) if kind is Literal else words(part) for part in inside))
+    return WORDS.get(kind) or f"a {kind.__name__}"
 
 
 def of_kind(hint: Any, kind: Any) -> Any:

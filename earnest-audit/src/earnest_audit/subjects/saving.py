@@ -192,7 +192,7 @@ class Resume(Subject, name="resume"):
             holds = equal(seen_second, wanted)
             yield self.finding("the data after a resume", f"{seen_second[:3]}", f"{wanted[:3]}", holds, why)
         else:
-            yield self.not_declared("the data after a resume", "what it saw as the result of run(x, n)")
+            yield self.not_declared("the data after a resume", "the ids of the data, which run(x, n) returns,")
         yield from follows
 
     def _run(self, x: Any, steps: int) -> list[Any]:
