@@ -74,6 +74,8 @@ def fits(value: Any, hint: Any) -> bool:
         listed = hasattr(value, "__iter__" if kind is Iterable else "__getitem__") and not isinstance(value, str)
         each = value if isinstance(value, tuple | list) else ()
         return listed and (kind is Iterable or not isinstance(value, Mapping)) and all(fits(v, inside[0]) for v in each)
+    if kind is Mapping:
+        return isinstance(value, Mapping) and all(fits(v, inside[1]) for v in value.values())
     return isinstance(value, kind)
 
 
@@ -83,7 +85,8 @@ def words(hint: Any) -> str:
         return f"a tuple ({', '.join(map(words, inside))})"
     if kind in (Union, UnionType, Literal):
         return " or ".join(dict.fromkeys(repr(part) if kind is Literal else words(part) for part in inside))
-    return WORDS.get(kind) or f"a {kind.__name__}"
+    parts = f" (each: {words(inside[-1])})" if kind in (Sequence, Iterable, Mapping) and inside[-1] is not Any else ""
+    return f"{WORDS.get(kind) or f'a {kind.__name__}'}{parts}"
 
 
 def of_kind(hint: Any, kind: Any) -> Any:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class GAE(Subject, name="GAE"):
     advantages
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[[Tensor, Tensor, Tensor, float, float], Tensor | Sequence[Tensor | None]]
     gamma: float = 0.9
     lam: float = 0.7
     whitened: bool = False

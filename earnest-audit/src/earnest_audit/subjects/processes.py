@@ -94,8 +94,8 @@ class WeightSync(Subject, name="weight sync"):
         why = "The push did not reach the sampler: other tensors were sent, an adapter slot is stale, a cache answers."
         if by > near:
             why = f"The sampler moved, but to other log-probs: some tensors are not sent or misplaced, or {OTHERWISE}"
-        told = f"off by {{}} (the trainer moved by {moved:.2g}, the sampler by {by:.2g})"
-        return self.agrees(subject, left, near, why, told)
+        measured = f"off by {{}} (the trainer moved by {moved:.2g}, the sampler by {by:.2g})"
+        return self.agrees(subject, left, near, why, measured)
 
     def _each(self, agree: float) -> Finding:
         """One tensor after the other, as far as it takes to stand out of what the two programs differ by anyway."""
@@ -227,9 +227,12 @@ class Ranks(Subject, name="ranks"):
     single: Callable[[list[Tensor]], float] | None = None
     by_rank: bool = False
 
-    def check(self) -> Iterator[Finding]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.draw is None and self.metric is None:
-            yield self.not_declared("ranks", "draw=… or metric=…")
+            raise self.error("", "nothing is declared: give draw=…, or metric=… with rows=…")
+
+    def check(self) -> Iterator[Finding]:
         if self.draw is not None:
             yield from self._seeds(self.draw)
         if self.metric is not None and self.rows is not None:
@@ -238,9 +241,9 @@ class Ranks(Subject, name="ranks"):
             yield self.not_declared("a metric over ranks", "rows=…")
 
     def _seeds(self, draw: Callable[..., Tensor]) -> Iterator[Finding]:
-        asks = [p for p in inspect.signature(draw).parameters.values() if p.default is p.empty]
+        required = [p for p in inspect.signature(draw).parameters.values() if p.default is p.empty]
         places: dict[str, tuple[int, ...]] = {f"rank {rank}": (rank,) for rank in range(RANKS)}
-        if sum(p.kind < p.VAR_POSITIONAL for p in asks) == 2:
+        if sum(p.kind < p.VAR_POSITIONAL for p in required) == 2:
             places = {f"rank {r} in step {s}": (r, s) for r, s in product(range(RANKS), range(STEPS))}
         drawn, again = ({name: draw(*at).detach().clone() for name, at in places.items()} for _ in range(2))
         alike = [f"{a} and {b}" for a, b in combinations(places, 2) if equal(drawn[a], drawn[b])]

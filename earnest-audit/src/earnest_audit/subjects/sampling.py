@@ -72,7 +72,7 @@ class Sampler(Subject, name="sampler"):
         if not self.stop or self.max_tokens is None:
             yield self.not_declared("end tokens", "stop=(…) and max_tokens=…")
             return
-        ends = [next((n for n, t in enumerate(ids, 1) if t in self.stop), self.max_tokens) for ids in each]
+        ends = [next((n for n, t in enumerate(ids[: self.max_tokens], 1) if t in self.stop), self.max_tokens) for ids in each]
         wrong = [str(ids[-5:]) for ids, end in zip(each, ends, strict=True) if len(ids) != end]
         more = ": goes on after a stop token, or ends without the token that ended it, so that the end is not trained."
         yield self.none("end tokens", wrong, f"{len(wrong)} of {len(each)} answers end elsewhere", more)

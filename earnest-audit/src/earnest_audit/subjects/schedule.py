@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from earnest_audit.facts import Setting
 from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
@@ -55,10 +54,8 @@ class Schedule(Subject, name="schedule"):
     of_rank: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]] | None = None
 
     def check(self) -> Iterator[Finding]:
-        if wrapped := [name for name, value in self.settings.items() if isinstance(value, Setting)]:
-            raise ValueError(f"settings[{wrapped[0]!r}] is a Setting: a schedule takes plain numbers, {wrapped[0]}=….")
         if any(w > self.total for w in _row(self.warmup or 0)):
-            raise ValueError(f"warmup={self.warmup} is longer than the run of total={self.total} steps: give total=….")
+            raise self.error(f"warmup={self.warmup}", f"it is longer than the run of total={self.total} steps: give total=…")
         one, many = self._one(), list(self.rates(self.total, RANKS, **self.settings))
         why = "The schedule is stepped another number of times than there are updates."
         yield self.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
