@@ -144,7 +144,7 @@ def outputs(call: Callable[..., Tensor], *given: Any, model: nn.Module | None = 
 
 def largest(t: Tensor) -> float:
     """The largest entry; 0 where there is none, NaN where one is NaN."""
-    return float(t.max()) if t.numel() else 0.0
+    return float(t.detach().max()) if t.numel() else 0.0
 
 
 def difference(a: Tensor, b: Tensor) -> float:
