@@ -276,7 +276,9 @@ def test_rows_may_be_lists() -> None:
 
 @pytest.mark.parametrize(("more", "why"), [({"split": (1, 2)}, "its sum has to be 5"), ({"batch": {}}, "no rows")])
 def test_a_batch_is_cut_where_it_can_be(more: dict[str, Any], why: str) -> None:
-    subject = Accumulation(**{"model": nn.Linear(3, 1), "accumulate": summed, "batch": {"x": torch.randn(5, 3)}, **more})
+    subject = Accumulation(
+        **{"model": nn.Linear(3, 1), "accumulate": summed, "batch": {"x": torch.randn(5, 3)}, **more}
+    )
     if not subject.batch:
         subject.accumulate = lambda model, batches: model(torch.ones(3)).sum().backward()
     with pytest.raises(SubjectError, match=why):

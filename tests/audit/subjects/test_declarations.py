@@ -12,8 +12,22 @@ import torch
 from torch import nn
 
 from earnest_audit import (
-    GAE, Accumulation, AdapterStart, AdvantageEstimator, Census, ChatTemplate, Collator, FirstCall, Gather, Grader,
-    MergedLayer, Ranks, RoundTrip, Schedule, SubjectError, Unbiased, audit,
+    GAE,
+    AdapterStart,
+    AdvantageEstimator,
+    Census,
+    ChatTemplate,
+    Collator,
+    FirstCall,
+    Gather,
+    Grader,
+    MergedLayer,
+    Ranks,
+    RoundTrip,
+    Schedule,
+    SubjectError,
+    Unbiased,
+    audit,
 )  # fmt: skip
 from earnest_audit.subjects.base import equal
 
@@ -33,27 +47,27 @@ def collate(examples: list[Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: AdvantageEstimator(advantages, "fre"), "scale='fre'.*'free' or 'equal' is needed: did you mean 'free'?"),
+        (lambda: AdvantageEstimator(advantages, "fre"), "Literal.'free', 'equal'. is needed: did you mean 'free'"),
         (lambda: AdvantageEstimator(advantages, "free", over="groups"), "did you mean 'group'"),
         (lambda: AdvantageEstimator(lambda rewards: rewards, "free"), "called with 2 arguments and takes .rewards."),
-        (lambda: Grader(len, "4", ["5"]), r"right='4'.*a list .each: a text. is needed: give \['4'\]"),
+        (lambda: Grader(len, "4", ["5"]), r"right='4'.*Sequence\[str\] is needed: give \['4'\]"),
         (lambda: Grader(len, ["4"], []), r"wrong=\[\]\): it is empty: give at least one"),
-        (lambda: Grader(3, ["4"], ["5"]), "grade=3.*a function is needed"),
-        (lambda: Unbiased(lambda x, p: x, draws=2.5), "draws=2.5.*a whole number is needed"),
-        (lambda: Gather(lambda values: values, ragged="yes"), "ragged='yes'.*True or False is needed"),
-        (lambda: Ranks(), r"give draw=…, or metric=… with rows=…"),
-        (lambda: Ranks(metric=len, rows=[1, 2, 3]), "a tensor or None is needed"),
-        (lambda: Census([1, 2], [1]), "each: a text"),
+        (lambda: Grader(3, ["4"], ["5"]), "grade=3.*Callable.*is needed"),
+        (lambda: Unbiased(lambda x, p: x, draws=2.5), "draws=2.5.*int is needed"),
+        (lambda: Gather(lambda values: values, ragged="yes"), "ragged='yes'.*bool is needed"),
+        (Ranks, r"give draw=…, or metric=… with rows=…"),
+        (lambda: Ranks(metric=len, rows=[1, 2, 3]), "Tensor . None is needed"),
+        (lambda: Census([1, 2], [1]), "Iterable.str. . Mapping.str, float. is needed"),
         (lambda: Schedule(lambda total: [1.0] * total, 1.0, 1.0), "called with 2 arguments and takes .total."),
-        (lambda: Schedule(lambda total, ranks: 1e-3, 1.0, 1.0), "rates.: it returned 0.001, and a list"),
-        (lambda: Grader(lambda a: None, ["4"], ["5"]), "it returned None, and a number is needed"),
+        (lambda: Schedule(lambda total, ranks: 1e-3, 1.0, 1.0), "rates.: it returned 0.001, and Sequence"),
+        (lambda: Grader(lambda a: None, ["4"], ["5"]), "it returned None, and float is needed"),
         (lambda: GAE(lambda r, v, m, gamma, lam: None), "it returned None"),
         (lambda: AdvantageEstimator(lambda r, g: r[:2], "free"), "it returned 2 advantages of 12 rewards"),
-        (lambda: ChatTemplate(lambda m: [1, 2, 3], lambda m: [1], TALK), "a tuple .a list .*each: a whole number"),
-        (lambda: Collator(lambda e: [1], ROWS), r"it returned \[1\], and a dict is needed"),
-        (lambda: Collator(collate, ROWS, pads={"id": 9}), "no such column: did you mean 'ids'"),
+        (lambda: ChatTemplate(lambda m: [1, 2, 3], lambda m: [1], TALK), "tuple.*Sequence.int.. is needed"),
+        (lambda: Collator(lambda e: [1], ROWS), r"it returned \[1\], and Mapping.* is needed"),
+        (lambda: Collator(collate, ROWS, pads={"id": 9}), "no column 'id', did you mean 'ids'"),
         (lambda: AdapterStart(nn.Linear(2, 2), lambda m: None, lambda m: m(torch.ones(2)), disable=lambda m: None),
-         "disable.: it returned None, and a context manager is needed"),
+         "disable.: it returned None, and AbstractContextManager.* is needed"),
     ],
 )  # fmt: skip
 def test_a_wrong_declaration_is_one_sentence(make: Callable[[], Any], sentence: str) -> None:
@@ -67,8 +81,14 @@ def test_an_error_of_a_users_function_is_the_users() -> None:
         audit(AdvantageEstimator(lambda rewards, groups: rewards + "", "free"))
 
 
+def leaks(examples: list[Any]) -> dict[str, Any]:
+    ids = collate(examples)["ids"]
+    return {"ids": ids + len(examples)}
+
+
 def test_columns_that_are_padded_are_declared() -> None:
     """Without the padding value a row alone cannot be compared: neither a failure nor a pass."""
+    assert {f.subject for f in audit(Collator(leaks, ROWS)).failures} == {"each example alone"}
     rows = {f.subject: f.outcome for f in audit(Collator(collate, ROWS)).findings}
     assert rows["each example alone"] == "not declared" and "fails" not in rows.values()
     assert audit(Collator(collate, ROWS, pads={"ids": 9})).holds

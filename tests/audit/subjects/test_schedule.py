@@ -189,7 +189,7 @@ def test_a_warm_up_longer_than_the_run_is_refused() -> None:
 
 def test_a_setting_of_a_schedule_is_a_plain_number() -> None:
     settings: Any = {"power": Setting(2.0)}
-    with pytest.raises(ValueError, match=r"settings={'power': .*each: a number"):
+    with pytest.raises(ValueError, match=r"settings={'power': .*Mapping\[str, float\] is needed"):
         audit(Schedule(lambda n, _, power: [power] * n, 1.0, 1.0, settings=settings))
 
 

@@ -2,7 +2,16 @@
 steps, data, graders, chat templates, samplers, references and caches."""
 
 from earnest_audit.subjects import (
-    adapters, advantages, averages, data, gae, gradients, processes, sampling, saving, schedule,
+    adapters,
+    advantages,
+    averages,
+    data,
+    gae,
+    gradients,
+    processes,
+    sampling,
+    saving,
+    schedule,
 )  # fmt: skip
 from earnest_audit.subjects.base import Subject as Subject
 

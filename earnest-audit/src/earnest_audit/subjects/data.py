@@ -19,7 +19,7 @@ from earnest_audit.edits import Batch
 from earnest_audit.errors import nearest
 from earnest_audit.precision import rounding
 from earnest_audit.restore import seeded
-from earnest_audit.subjects.base import Subject, copied, gap, largest
+from earnest_audit.subjects.base import Subject, copied, equal, gap, largest
 from earnest_audit.verdict import Finding
 
 Messages = Sequence[Mapping[str, Any]]
@@ -40,8 +40,8 @@ class Collator(Subject, name="collator"):
     targets      exactly the declared tokens of an example are supervised in the batch
     columns      a column of the batch has what is declared of each example
 
-    Needs: ``fn(examples)`` -> a dict of tensors or arrays [B, …] (a stage that returns rows: stack them); ``pads`` is
-    column -> padding value: trailing and leading entries of that value are not compared. ``unpack(batch)`` cuts a packed batch
+    Needs: ``fn(examples)`` -> a dict of tensors [B, …] (a stage that returns rows: stack them); ``pads`` is column ->
+    padding value: trailing and leading entries of that value are not compared. ``unpack(batch)`` cuts a packed batch
     into its documents, each a dict of columns. ``targets(example)`` are the supervised labels of an example, in order;
     they are in its row (its document, with unpack) of the column ``labels``, where others have ``ignore``. ``columns``
     is column -> fn(example), what its row (its document) has to be, padding aside. ``keeps(example)``: whether a filter
@@ -74,8 +74,8 @@ class Collator(Subject, name="collator"):
             given, unchanged = self.untouched(used, {"examples": list(self.examples)}, why)
         yield unchanged
         batch, again = _tensors(given), self._run(self.examples, used)
-        for unknown in set(self.pads) - set(batch) if batch else ():
-            raise self.error(f"pads={{{unknown!r}: …}}", f"the batch has no such column: {nearest(unknown, batch).rstrip('.')}")
+        if batch and (unknown := next((k for k in self.pads if k not in batch), None)) is not None:
+            raise self.error("pads", f"the batch has no column {unknown!r}, {nearest(unknown, batch).rstrip('.')}")
         differ = [k for k in batch if k not in again or _off(again[k], batch[k]) > 0]
         more = ": the same examples and seed give another batch: a state from the last call is still there."
         yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
@@ -107,9 +107,8 @@ class Collator(Subject, name="collator"):
             pairs = {k: zip_longest(rows[k], batch[k], fillvalue=MISSING) for k in columns}
             off = {k: max(_off(self._real(k, a), self._real(k, b)) for a, b in pairs[k]) for k in columns}
             wrong = [k for k in columns if off[k] > rounding(batch[k])]
-            longer = [k for k in wrong if k not in self.pads and any(a.shape != b.shape for a, b in zip(rows[k], batch[k]))]
-            if wrong and longer == wrong and "alone" in subject:
-                yield self.not_declared(subject, f"pads={{column: its padding value}} for {', '.join(longer)}")
+            if wrong and all(k not in self.pads and _shorter(rows[k], batch[k]) for k in wrong):
+                yield self.not_declared(subject, f"pads={{column: its padding value}}, for {', '.join(wrong)},")
                 continue
             floats = max((by for by in off.values() if 0 < by < math.inf), default=0.0)
             by = f", floats by up to {floats:.2g}" if floats else ""
@@ -152,7 +151,9 @@ class Collator(Subject, name="collator"):
         differ = [f"{word} {', '.join(map(str, [*tokens.elements()][:3]))}" for word, tokens in odd.items() if tokens]
         return " and ".join(differ) or ("" if found == wanted else "has another order")
 
-    def _run(self, examples: Sequence[Any], fn: Callable[[list[Any]], Batch] | None = None) -> dict[str, Tensor]:
+    def _run(
+        self, examples: Sequence[Any], fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    ) -> dict[str, Tensor]:
         with seeded(self.seed):
             return _tensors((fn or copied(self.fn))(copy.deepcopy(list(examples))))
 
@@ -164,9 +165,17 @@ class Collator(Subject, name="collator"):
         return row[int(places[0]) : int(places[-1]) + 1] if len(places) else row[:0]
 
 
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    numbers = {k: v for k, v in batch.items() if isinstance(v, Tensor) or (isinstance(v, np.ndarray) and v.dtype.kind in "biuf")}
-    return {k: torch.as_tensor(v).clone() for k, v in numbers.items()}
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    arrays = {k: torch.as_tensor(v) for k, v in batch.items() if isinstance(v, np.ndarray) and v.dtype.kind in "biuf"}
+    return {k: v.clone() for k, v in {**batch, **arrays}.items() if isinstance(v, Tensor)}
+
+
+def _shorter(rows: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether rows begin or end as they do in the whole batch, and lack what may be padding."""
+    if whole.ndim < 2 or len(rows) != len(whole) or all(len(row) == whole.shape[1] for row in rows):
+        return False
+    cuts = [(row, full[: len(row)], full[len(full) - len(row) :]) for row, full in zip(rows, whole, strict=True)]
+    return all(equal(row, front) or equal(row, back) for row, front, back in cuts)
 
 
 def _alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -231,7 +240,8 @@ class ChatTemplate(Subject, name="chat template"):
             given_on = [bool(on) for on in given[1]]
             supervised = [str(i) for i in answers if any(given_on[self._rendered(ids, i) : len(self._prompt(i))])]
             more = ": tokens between the last message and this answer are supervised, which the policy never samples."
-            yield self.none("generation prompts", supervised, f"{len(supervised)} of {len(answers)} are supervised", more)
+            measured = f"{len(supervised)} of {len(answers)} are supervised"
+            yield self.none("generation prompts", supervised, measured, more)
         if self.trained is not None:
             answers = [i for i in answers if i in self.trained]
         others = [i for i in range(len(messages)) if i not in answers]
@@ -240,7 +250,8 @@ class ChatTemplate(Subject, name="chat template"):
         yield self.none("words of others", moved, f"{len(moved)} of {len(others)} messages are supervised", more)
         unsupervised = [str(i) for i in answers if self._taught(_other(messages, i)) == taught]
         more = ": another answer leaves the supervised tokens as they are: this answer is not supervised."
-        yield self.none("the assistant's words", unsupervised, f"{len(unsupervised)} of {len(answers)} answers are not", more)
+        measured = f"{len(unsupervised)} of {len(answers)} answers are not"
+        yield self.none("the assistant's words", unsupervised, measured, more)
         if self.trained is not None and answers:
             yield self._without_history(answers[0], taught)
         if self.end is None:
@@ -254,11 +265,13 @@ class ChatTemplate(Subject, name="chat template"):
         problems = [f"{what} {', '.join(map(str, which))}" for which, what in odd if which]
         number = f"{len(answers) - len(end_unsupervised) - len(without_end)} of {len(answers)} supervised"
         why = "An answer's end is not supervised, so the model does not learn to stop; or another message's end is."
-        why = why if self.end in ids else f"The id {self.end} is nowhere in the conversation: another one ends answers, or none."
+        nowhere = f"The id {self.end} is nowhere in the conversation: another one ends answers, or none."
+        why = why if self.end in ids else nowhere
         row = self.finding("ends of answers", "; ".join([number, *problems]), "all, and no other", not problems, why)
         if without_end and messages[-1]["role"] == "assistant":  # the next message may begin with the end
             ends |= self._ends([*messages, {"role": "user", "content": "7 x"}])
-        yield self.law.doubtful(row) if not (end_unsupervised or others_supervised) and any(i in ends for i in answers) else row
+        some = not (end_unsupervised or others_supervised) and any(i in ends for i in answers)
+        yield self.law.doubtful(row) if some else row
 
     def _ends(self, messages: Messages) -> dict[int, list[int]]:
         """The places of ends after a message's words, up to the last words of the next one; of messages with any. Where

@@ -29,8 +29,8 @@ class Sampler(Subject, name="sampler"):
     seeds       the same seed gives the same tokens, another seed others
     end tokens  an answer ends with its first stop token, or at max_tokens, and includes that token
 
-    Needs: ``draw(prompt, n, seed)`` -> n pairs (ids, log-probs), one per answer; ``score(prompt, ids)`` -> the trainer's
-    logits, or log-probs at temperature 1, of all tokens in the place of each of ``ids`` [T, V]. Settings are the run's.
+    Needs: ``draw(prompt, n, seed)`` -> n pairs (ids, log-probs) of answers; ``score(prompt, ids)`` -> the trainer's
+    logits, or log-probs at temperature 1, of all tokens in the place of each of the ids [T, V].
     ``stop``: ids that end an answer, which has at most ``max_tokens`` tokens.
     How: ``draws`` answers to each prompt. The most probable tokens are counted, each and together; by Chernoff's bound
     a right sampler fails in one audit of a million. Top-p comes after top-k.
@@ -72,8 +72,8 @@ class Sampler(Subject, name="sampler"):
         if not self.stop or self.max_tokens is None:
             yield self.not_declared("end tokens", "stop=(…) and max_tokens=…")
             return
-        ends = [next((n for n, t in enumerate(ids[: self.max_tokens], 1) if t in self.stop), self.max_tokens) for ids in each]
-        wrong = [str(ids[-5:]) for ids, end in zip(each, ends, strict=True) if len(ids) != end]
+        ends = [[n for n, t in enumerate(ids, 1) if t in self.stop or n == self.max_tokens] for ids in each]
+        wrong = [str(ids[-5:]) for ids, end in zip(each, ends, strict=True) if end[:1] != [len(ids)]]
         more = ": goes on after a stop token, or ends without the token that ended it, so that the end is not trained."
         yield self.none("end tokens", wrong, f"{len(wrong)} of {len(each)} answers end elsewhere", more)
 
@@ -102,8 +102,10 @@ class Sampler(Subject, name="sampler"):
         ways = [[z.exp()[0] for z in self._declared(self.score(p, ids[:1]))] for p, ids in drawn]
         worst, shown = max(min(self._surprise(p, ids) for p in of) for of, (_, ids) in zip(ways, drawn, strict=True))
         limit = math.log(2 * len(drawn) * (2 * TOKENS + 1) / WRONG)
-        why = "Tokens are not drawn as often as the declared distribution has them: another temperature, top-p or top-k, "
-        yield self.finding("draws", shown, f"a surprise ≤ {limit:.3g} nats", worst <= limit, f"{why}or no fresh draws.")
+        why = (
+            "Tokens are drawn more or less often than declared: another temperature, top-p or top-k, or no fresh draws."
+        )
+        yield self.finding("draws", shown, f"a surprise ≤ {limit:.3g} nats", worst <= limit, why)
         seeds = [[[ids for ids, _ in self._drawn(p, FEW, seed)] for p in self.prompts] for seed in (3, 3, 4)]
         chance = math.prod(float((of[0] ** 2).sum()) ** FEW for of in ways)  # that two seeds have the same first tokens
         same, other = (["other", "the same"][seeds[0] == of] for of in seeds[1:])
@@ -118,7 +120,8 @@ class Sampler(Subject, name="sampler"):
         q = torch.cat([counts[:k], counts[:k].cumsum(0), counts[mass > 0].sum()[None]]) / n
         p = torch.cat([mass[:k], mass[:k].cumsum(0), torch.ones(1)]).clamp(max=1.0)
         near = q.minimum(p + self._limit * p * (1 - p)).maximum(p - self._limit * p * (1 - p))
-        far = sum(n * (torch.xlogy(a, a) - torch.xlogy(a, b)) for a, b in ((q, near), (1 - q, 1 - near)))
+        drawn_ones, others = (n * (torch.xlogy(a, a) - torch.xlogy(a, b)) for a, b in ((q, near), (1 - q, 1 - near)))
+        far = drawn_ones + others
         i = int(far.argmax())
         names = [f"token {t}" for t in order[:k].tolist()] + [f"the {j} most probable tokens" for j in range(1, k + 1)]
         return float(far[i]), f"{[*names, 'possible tokens'][i]}: {n * q[i]:.0f} of {n}, {n * p[i]:.1f} expected"

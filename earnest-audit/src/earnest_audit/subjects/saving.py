@@ -9,7 +9,6 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from earnest_audit.restore import copied, seeded
@@ -180,13 +179,13 @@ class Resume(Subject, name="resume"):
         if not _leaves(end):
             yield self.not_applicable(subject, "the state is empty")
         elif equal(start, end):
-            why = "The run changes nothing of the state, so a resume that loses everything would pass: give steps=…, or "
-            why += "what is trained as the state (state=lambda x: [] where only the data is resumed)."
-            row = self.finding(subject, f"nothing changed in {steps + self.steps} steps", "a run that trains", False, why)
+            why = "The state stays as it is, so a resume that loses everything would pass: give steps=…, or what is "
+            why += "trained as the state (state=lambda x: [] where only the data is resumed)."
+            row = self.finding(subject, "the run changes nothing", "a run that trains", False, why)
             yield self.law.doubtful(row) if wanted else row
         else:
-            why = "A resumed run is another run: optimizer moments, a schedule, a random state or a term's state starts "
-            yield self._equal(subject, end, self.state(second), f"{why}afresh.")
+            why = "A resumed run is another run: moments, a schedule, a random state or a term's state starts afresh."
+            yield self._equal(subject, end, self.state(second), why)
         why = "The data stream starts again, or skips, after a resume."
         if wanted or seen_second:
             holds = equal(seen_second, wanted)
@@ -197,8 +196,7 @@ class Resume(Subject, name="resume"):
 
     def _run(self, x: Any, steps: int) -> list[Any]:
         """The data that a run saw, as plain numbers."""
-        seen = self.run(x, steps)
-        return [d.tolist() if isinstance(d, Tensor) else d for d in (seen.tolist() if isinstance(seen, Tensor) else seen)]
+        return [datum.tolist() if isinstance(datum, Tensor) else datum for datum in self.run(x, steps)]
 
     def _equal(self, subject: str, a: Any, b: Any, meaning: str) -> Finding:
         mine, theirs = _leaves(a), _leaves(b)

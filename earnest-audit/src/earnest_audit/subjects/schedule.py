@@ -55,7 +55,9 @@ class Schedule(Subject, name="schedule"):
 
     def check(self) -> Iterator[Finding]:
         if any(w > self.total for w in _row(self.warmup or 0)):
-            raise self.error(f"warmup={self.warmup}", f"it is longer than the run of total={self.total} steps: give total=…")
+            raise self.error(
+                f"warmup={self.warmup}", f"it is longer than the run of total={self.total} steps: give total=…"
+            )
         one, many = self._one(), list(self.rates(self.total, RANKS, **self.settings))
         why = "The schedule is stepped another number of times than there are updates."
         yield self.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
