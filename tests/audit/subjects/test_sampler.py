@@ -75,7 +75,7 @@ def test_a_right_sampler_holds(settings: dict[str, Any]) -> None:
         ("seed", {"seeds"}, "seed"),
         ("unseeded", {"seeds"}, "seed"),
         ("noise", {"log-probs", "seeds"}, "other settings"),
-        ("no log-prob", {"token ids"}, "no log-prob"),
+        ("no log-prob", {"token ids"}, "one finite log-prob"),
     ],
 )
 def test_a_fault_of_a_sampler_is_seen(fault: str, failed: set[str], why: str) -> None:

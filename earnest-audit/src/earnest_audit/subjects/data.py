@@ -80,15 +80,16 @@ class Collator(Subject, name="collator"):
         more = ": the same examples and seed give another batch: a state from the last call is still there."
         yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
         kept = [example for example in self.examples if self.keeps is None or self.keeps(example)]
-        alone = [self._run([example]) for example in kept] if self.rows or self.unpack is not None else []
+        apart = self.rows or self.unpack is not None
+        alone = [(example, self._run([example]) if apart else {}) for example in kept]
         if self.unpack is not None:
             yield self._documents(self.unpack, alone)
         if self.targets is not None:
             more = "other tokens are supervised than declared: a mask is off by one, without an end, or with a prompt."
-            yield self._declared("supervised tokens", self.labels, batch, kept, alone, more, self._tokens)
+            yield self._declared("supervised tokens", self.labels, batch, alone, more, self._tokens)
         for k in self.columns:
             more = f"{k} is not what the example has: a flag that is dropped, a default, another field."
-            yield self._declared(f"column {k}", k, batch, kept, alone, more, partial(self._value, k))
+            yield self._declared(f"column {k}", k, batch, alone, more, partial(self._value, k))
         sizes = {k: len(v) for k, v in batch.items() if v.ndim > 0}
         columns, most = [k for k, size in sizes.items() if size == len(kept)], max(sizes.values(), default=0)
         if not self.rows or not columns or len(kept) < 2:
@@ -101,7 +102,7 @@ class Collator(Subject, name="collator"):
         for subject, rows, meaning in (
             ("permuted examples", {k: [*turned.get(k, [])][::-1] for k in columns},
              "permuted examples do not give permuted rows, so columns of one row come from different examples."),
-            ("each example alone", {k: [row for one in alone for row in one.get(k, [])[:1]] for k in columns},
+            ("each example alone", {k: [row for _, one in alone for row in one.get(k, [])[:1]] for k in columns},
              "an example gives another row alone, padding aside: a statistic of the batch, or another one is in it."),
         ):  # fmt: skip
             pairs = {k: zip_longest(rows[k], batch[k], fillvalue=MISSING) for k in columns}
@@ -114,9 +115,9 @@ class Collator(Subject, name="collator"):
             by = f", floats by up to {floats:.2g}" if floats else ""
             yield self.none(subject, wrong, f"{len(wrong)} of {len(columns)} columns differ{by}", f": {meaning}")
 
-    def _documents(self, unpack: Callable[[Batch], Sequence[Batch]], alone: list[dict[str, Tensor]]) -> Finding:
+    def _documents(self, unpack: Callable[[Batch], Sequence[Batch]], alone: Sequence[tuple[Any, Batch]]) -> Finding:
         found = [_tensors(document) for document in unpack(self._run(self.examples))]
-        each = [[_tensors(document) for document in unpack(one)] for one in alone]
+        each = [[_tensors(document) for document in unpack(one)] for _, one in alone]
         lost = sum(not any(_alike(document, other) for other in found) for own in each for document in own)
         one = len(found) == len(each) and all(len(own) == 1 for own in each)
         return self.finding(
@@ -126,17 +127,17 @@ class Collator(Subject, name="collator"):
             "boundary is lost, or the rest of a long example is a document of its own.",
         )  # fmt: skip
 
-    def _declared(self, subject: str, column: str, batch: Batch, kept: list[Any], alone: list[dict[str, Tensor]],
-                  meaning: str, wrong: Callable[[Tensor, Any], str]) -> Finding:  # fmt: skip
+    def _declared(self, subject: str, column: str, batch: Batch, alone: Sequence[tuple[Any, Batch]], meaning: str,
+                  wrong: Callable[[Tensor, Any], str]) -> Finding:  # fmt: skip
         """``wrong``: what is wrong with this column of an example: its row, or its document, which "documents" finds in
         the batch as it is alone."""
-        found: Any = batch.get(column, MISSING.expand(len(kept)))
+        found: Any = batch.get(column, MISSING.expand(len(alone)))
         if self.unpack is not None:
-            parts = [{**one, **next(iter(self.unpack(one)), {})} for one in alone]
+            parts = [{**one, **next(iter(self.unpack(one)), {})} for _, one in alone]
             found = [torch.as_tensor(part.get(column, MISSING)) for part in parts]
-        elif not self.rows or not found.ndim or len(found) != len(kept):
+        elif not self.rows or not found.ndim or len(found) != len(alone):
             return self.not_declared(subject, "unpack=…, which finds each example in the batch,")
-        each = [wrong(*pair) for pair in zip(found, kept, strict=True)]
+        each = [wrong(own, example) for own, (example, _) in zip(found, alone, strict=True)]
         odd = [f"example {number} {how}" for number, how in enumerate(each) if how]
         return self.none(subject, odd, f"{len(odd)} of {len(each)} examples differ", f": {meaning}")
 

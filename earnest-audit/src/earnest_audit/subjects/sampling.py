@@ -14,9 +14,8 @@ from earnest_audit.precision import rounding
 from earnest_audit.subjects.base import Subject, difference
 from earnest_audit.verdict import Finding
 
-WRONG = 1e-6  # a right sampler fails what counts draws with at most this probability
-TOKENS = 16  # of a prompt: the most probable ones are counted, each and together
-FEW = 16  # answers of a prompt whose log-probs are compared, and that are drawn again
+WRONG = 1e-6  # the probability with which a right sampler may fail what counts draws
+FEW = 16  # of a prompt: tokens that are counted, and answers whose log-probs are compared, or that are drawn again
 
 
 @dataclass
@@ -30,14 +29,12 @@ class Sampler(Subject, name="sampler"):
     end tokens  an answer ends with its first stop token, or at max_tokens, and includes that token
 
     Needs: ``draw(prompt, n, seed)`` -> n pairs (ids, log-probs) of answers; ``score(prompt, ids)`` -> the trainer's
-    logits, or log-probs at temperature 1, of all tokens in the place of each of the ids [T, V].
-    ``stop``: ids that end an answer, which has at most ``max_tokens`` tokens.
-    How: ``draws`` answers to each prompt. The most probable tokens are counted, each and together; by Chernoff's bound
-    a right sampler fails in one audit of a million. Top-p comes after top-k.
-    Exceptions: Two programs in 16 bits differ legitimately: declare precision. An ignored temperature is seen where the
-    declared one is not 1.
-    Detects: log-probs before temperature, of the token before, or not renormalised; an ignored setting; draws that are
-    copies; a stop token that is cut off
+    logits, or log-probs at temperature 1, of all tokens in the place of each of the ids [T, V]. ``stop``: ids that end
+    an answer, which has at most ``max_tokens`` tokens.
+    How: The most probable first tokens of ``draws`` answers are counted, each and together; by Chernoff's bound a right
+    sampler fails in one audit of a million. Top-p comes after top-k. An ignored temperature shows where it is not 1.
+    Exceptions: Two programs in 16 bits differ legitimately: declare precision.
+    Detects: log-probs before temperature, of another token, or not renormalised; copied draws; a lost stop token
     """
 
     draw: Callable[[Any, int, int], Sequence[tuple[Sequence[int], Sequence[float]]]]
@@ -56,10 +53,10 @@ class Sampler(Subject, name="sampler"):
             raise self.error(f"temperature={self.temperature}, top_p={self.top_p}", "above 0 is needed, and top_p ≤ 1")
         answers = [(p, self._drawn(p, self.draws, 0)) for p in self.prompts]
         each = [ids for _, of in answers for ids, _ in of]
-        lost = [f"{ids}" for _, of in answers for ids, given in of if not ids or len(ids) != len(given)]
-        lost += [f"{len(of)} answers" for _, of in answers if len(of) != self.draws]
-        more = ": an answer is empty or missing, or a token has no log-prob of its own."
-        yield self.none("token ids", lost, f"{len(lost)} of {len(each)} answers", more)
+        finite = [ids for _, of in answers for ids, given in of if 0 < len(ids) == sum(map(math.isfinite, given))]
+        lost = (self.draws * len(self.prompts) - len(finite)) * ["an answer"]
+        more = " is empty or missing, or not every token has one finite log-prob."
+        yield self.none("token ids", lost[:1], f"{len(lost)} of {len(each)} answers", more)
         if lost:
             return
         self._limit = rounding(self.score(self.prompts[0], each[0]), precision=self.precision)
@@ -100,12 +97,10 @@ class Sampler(Subject, name="sampler"):
     def _first(self, drawn: Sequence[tuple[Any, list[int]]]) -> Iterator[Finding]:
         """The first tokens of the answers to each prompt."""
         ways = [[z.exp()[0] for z in self._declared(self.score(p, ids[:1]))] for p, ids in drawn]
-        worst, shown = max(min(self._surprise(p, ids) for p in of) for of, (_, ids) in zip(ways, drawn, strict=True))
-        limit = math.log(2 * len(drawn) * (2 * TOKENS + 1) / WRONG)
-        why = (
-            "Tokens are drawn more or less often than declared: another temperature, top-p or top-k, or no fresh draws."
-        )
-        yield self.finding("draws", shown, f"a surprise ≤ {limit:.3g} nats", worst <= limit, why)
+        off = [min(self._surprise(p, ids) for p in of) for of, (_, ids) in zip(ways, drawn, strict=True)]
+        limit = math.log(2 * len(drawn) * (2 * FEW + 1) / WRONG)
+        why = "Tokens are not drawn as often as declared: another temperature, top-p or top-k, or no fresh draws."
+        yield self.agrees("draws", max(off), limit, why, "a surprise of {} nats")
         seeds = [[[ids for ids, _ in self._drawn(p, FEW, seed)] for p in self.prompts] for seed in (3, 3, 4)]
         chance = math.prod(float((of[0] ** 2).sum()) ** FEW for of in ways)  # that two seeds have the same first tokens
         same, other = (["other", "the same"][seeds[0] == of] for of in seeds[1:])
@@ -113,15 +108,13 @@ class Sampler(Subject, name="sampler"):
         why = "Answers do not depend on the seed alone: a run cannot be repeated, or every step draws the same."
         yield self.finding("seeds", f"same seed: {same} tokens; other seed: {other}", "the same, other", holds, why)
 
-    def _surprise(self, p: Tensor, drawn: list[int]) -> tuple[float, str]:
-        """n·KL(counted ‖ p) of the set of tokens where it is largest, up to rounding of p, and that set."""
-        n, order, k = len(drawn), p.argsort(descending=True), min(TOKENS, len(p))
+    def _surprise(self, p: Tensor, drawn: list[int]) -> float:
+        """n·KL(counted ‖ p), up to rounding of p, of the most probable tokens, each and together, and of all possible
+        ones: the largest."""
+        order = p.argsort(descending=True)
         counts, mass = torch.tensor(drawn).bincount(minlength=len(p))[order].double(), p[order]
-        q = torch.cat([counts[:k], counts[:k].cumsum(0), counts[mass > 0].sum()[None]]) / n
-        p = torch.cat([mass[:k], mass[:k].cumsum(0), torch.ones(1)]).clamp(max=1.0)
+        q = torch.cat([counts[:FEW], counts[:FEW].cumsum(0), counts[mass > 0].sum()[None]]) / len(drawn)
+        p = torch.cat([mass[:FEW], mass[:FEW].cumsum(0), torch.ones(1)]).clamp(max=1.0)
         near = q.minimum(p + self._limit * p * (1 - p)).maximum(p - self._limit * p * (1 - p))
-        drawn_ones, others = (n * (torch.xlogy(a, a) - torch.xlogy(a, b)) for a, b in ((q, near), (1 - q, 1 - near)))
-        far = drawn_ones + others
-        i = int(far.argmax())
-        names = [f"token {t}" for t in order[:k].tolist()] + [f"the {j} most probable tokens" for j in range(1, k + 1)]
-        return float(far[i]), f"{[*names, 'possible tokens'][i]}: {n * q[i]:.0f} of {n}, {n * p[i]:.1f} expected"
+        parts = [torch.xlogy(a, a) - torch.xlogy(a, b) for a, b in ((q, near), (1 - q, 1 - near))]
+        return len(drawn) * float((parts[0] + parts[1]).max())
