@@ -91,7 +91,7 @@ def test_columns_that_are_padded_are_declared() -> None:
     assert {f.subject for f in audit(Collator(leaks, ROWS)).failures} == {"each example alone"}
     rows = {f.subject: f.outcome for f in audit(Collator(collate, ROWS)).findings}
     assert rows["each example alone"] == "not declared" and "fails" not in rows.values()
-    assert audit(Collator(collate, ROWS, pads={"ids": 9})).holds
+    assert audit(Collator(collate, ROWS, pads={"ids": 9, "another stage's": 0})).holds
 
 
 class Plain:

@@ -56,7 +56,7 @@ class Subject(Reporter):
 
     @classmethod
     def error(cls, what: str, why: str) -> SubjectError:
-        return SubjectError(f"{cls.__name__}({what}): {why}; `earnest-audit laws {cls.code}` explains it.")
+        return SubjectError(f"{cls.__name__}({what}): {why} (`earnest-audit laws {cls.code}` explains it).")
 
     @classmethod
     def _fields(cls) -> list[tuple[str, Any, Any]]:

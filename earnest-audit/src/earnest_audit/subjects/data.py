@@ -74,8 +74,9 @@ class Collator(Subject, name="collator"):
             given, unchanged = self.untouched(used, {"examples": list(self.examples)}, why)
         yield unchanged
         batch, again = _tensors(given), self._run(self.examples, used)
-        if batch and (unknown := next((k for k in self.pads if k not in batch), None)) is not None:
-            raise self.error("pads", f"the batch has no column {unknown!r}, {nearest(unknown, batch).rstrip('.')}")
+        for unknown in set(self.pads) - set(batch):  # misspelt; another stage's is no error
+            if (hint := nearest(unknown, set(batch) - set(self.pads))).startswith("did"):
+                raise self.error("pads", f"the batch has no column {unknown!r}, {hint}")
         differ = [k for k in batch if k not in again or _off(again[k], batch[k]) > 0]
         more = ": the same examples and seed give another batch: a state from the last call is still there."
         yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)

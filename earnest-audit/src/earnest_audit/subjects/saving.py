@@ -159,8 +159,9 @@ class Resume(Subject, name="resume"):
     def _resumed(self, steps: int) -> Iterator[Finding]:
         with seeded(self.seed):
             straight = self.make()
-            start = copied(self.state(straight))
-            seen = [*self._run(straight, steps), *self._run(straight, self.steps)]
+            seen = self._run(straight, steps)
+            before = copied(self.state(straight))
+            seen += self._run(straight, self.steps)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             with seeded(self.seed):
@@ -178,7 +179,7 @@ class Resume(Subject, name="resume"):
         subject, end = f"{steps + self.steps} steps = {steps} + resume + {self.steps}", self.state(straight)
         if not _leaves(end):
             yield self.not_applicable(subject, "the state is empty")
-        elif equal(start, end):
+        elif equal(before, end):
             why = "The state stays as it is, so a resume that loses everything would pass: give steps=…, or what is "
             why += "trained as the state (state=lambda x: [] where only the data is resumed)."
             row = self.finding(subject, "the run changes nothing", "a run that trains", False, why)
