@@ -1,3 +1,4 @@
+from earnest_audit.errors import SubjectError as SubjectError
 from earnest_audit.facts import Metric as Metric
 from earnest_audit.facts import Setting as Setting
 from earnest_audit.frontends.callback import AuditCallback as AuditCallback
@@ -25,6 +26,7 @@ from earnest_audit.subjects.gradients import Update as Update
 from earnest_audit.subjects.processes import Gather as Gather
 from earnest_audit.subjects.processes import Ranks as Ranks
 from earnest_audit.subjects.processes import WeightSync as WeightSync
+from earnest_audit.subjects.sampling import Sampler as Sampler
 from earnest_audit.subjects.saving import FirstCall as FirstCall
 from earnest_audit.subjects.saving import Resume as Resume
 from earnest_audit.subjects.saving import RoundTrip as RoundTrip

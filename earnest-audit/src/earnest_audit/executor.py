@@ -42,7 +42,7 @@ def audit(
             chosen = LAWS if laws is None else laws
             verdict = _step(subject, [law for law in chosen if law.quick or not quick], progress)
         else:
-            verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
+            verdict = Verdict(tuple(subject.checked()), title=f"{type(subject).__name__}, checked")
     finally:
         RUNNING.pop()
     functions = (f for name, f in vars(subject).items() if callable(f) and name not in ("model", "make", "perturb"))

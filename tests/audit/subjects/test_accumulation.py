@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from earnest_audit import (
     Accumulation,
     RoundTrip,
+    SubjectError,
     Update,
     audit,
 )
@@ -249,3 +250,36 @@ def test_a_term_that_is_multiplied_by_the_number_of_ranks_is_seen(wrong: bool) -
 
     found = failed(Accumulation(step.model, accumulate, step.batch, what="ranks", rows_interact=True))
     assert found == ({"the batch twice, as ranks"} if wrong else set())
+
+
+def test_without_a_gradient_the_verdict_says_so() -> None:
+    """No backward pass, and no trainable parameter: one row with the reason, and no error."""
+    batch = {"x": torch.randn(4, 3)}
+    none = audit(Accumulation(nn.Linear(3, 1), lambda model, batches: None, batch))
+    assert [(f.subject, f.measured) for f in none.failures] == [("the whole batch's gradient", "norm 0")]
+    assert "backward" in none.failures[0].meaning
+    frozen = Accumulation(nn.Linear(3, 1).requires_grad_(False), summed, batch)
+    assert [f.measured for f in audit(frozen).failures] == ["no parameter is trainable"]
+
+
+def summed(model: nn.Module, batches: Any, mean: bool = False) -> None:
+    for batch in batches:
+        rows = torch.stack([model(torch.as_tensor(x)).sum() for x in batch["x"]])
+        (rows.mean() if mean else rows.sum()).backward()
+
+
+def test_rows_may_be_lists() -> None:
+    batch = {"x": torch.randn(5, 3).tolist(), "name": "a text"}
+    assert audit(Accumulation(nn.Linear(3, 1), summed, batch)).holds
+    assert failed(Accumulation(nn.Linear(3, 1), lambda m, b: summed(m, b, mean=True), batch))
+
+
+@pytest.mark.parametrize(("more", "why"), [({"split": (1, 2)}, "its sum has to be 5"), ({"batch": {}}, "no rows")])
+def test_a_batch_is_cut_where_it_can_be(more: dict[str, Any], why: str) -> None:
+    subject = Accumulation(
+        **{"model": nn.Linear(3, 1), "accumulate": summed, "batch": {"x": torch.randn(5, 3)}, **more}
+    )
+    if not subject.batch:
+        subject.accumulate = lambda model, batches: model(torch.ones(3)).sum().backward()
+    with pytest.raises(SubjectError, match=why):
+        audit(subject)

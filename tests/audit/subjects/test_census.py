@@ -37,6 +37,6 @@ def test_a_census_counts() -> None:
     assert failed(Census({"a": 10**7}, {"a": 10**7 + 1}, "tokens")) == {"tokens, how many"}, "whole numbers exactly"
     one, two = nn.Linear(2, 2), nn.Linear(2, 2)
     assert audit(Census(dict(one.named_parameters()), dict(two.named_parameters()))).holds, "values that are no numbers"
-    assert audit(Census("ab", "aabb")).holds, "a module has two factors, say"
-    assert failed(Census("ab", "aab", once=True)) == {"adapted modules, each once"}
+    assert audit(Census([*"ab"], [*"aabb"])).holds, "a module has two factors, say"
+    assert failed(Census([*"ab"], [*"aab"], once=True)) == {"adapted modules, each once"}
     assert audit(Census((n for n in "ab"), (n for n in "ba"), once=True)).holds

@@ -163,3 +163,52 @@ def test_a_resume_comes_from_what_was_saved(kept: str) -> None:
 
     seen = failed(Resume(Momentum, Momentum.go, save, load, lambda r: r.w.detach()))
     assert seen == ({"load, after the saved run went on"} if kept == "the live weights" else set())
+
+
+class Toy:
+    """A run on plain numbers, with momentum."""
+
+    def __init__(self) -> None:
+        self.weight, self.momentum, self.place = torch.zeros(3), torch.zeros(3), 0
+
+    def go(self, steps: int, rate: float = 1.0) -> list[int]:
+        for _ in range(steps):
+            self.momentum = 0.9 * self.momentum + torch.arange(3.0) + self.place
+            self.weight = self.weight - rate * self.momentum
+            self.place += 1
+        return list(range(self.place - steps, self.place))
+
+    def save(self, folder: Path) -> None:
+        torch.save(vars(self), folder / "run")
+
+    def load(self, folder: Path) -> None:
+        vars(self).update(torch.load(folder / "run"))
+
+    def load_without_momentum(self, folder: Path) -> None:
+        vars(self).update({**torch.load(folder / "run"), "momentum": torch.zeros(3)})
+
+
+@pytest.mark.parametrize("run", [Toy.go, lambda x, n: torch.tensor(x.go(n)), lambda x, n: [*torch.tensor(x.go(n))]])
+@pytest.mark.parametrize(
+    "state", [lambda x: x.weight, lambda x: [x.weight, x.momentum], lambda x: {"m": {"w": x.weight}, "n": x.place}]
+)
+def test_a_state_is_a_tensor_or_holds_some_and_ids_may_be_tensors(run: Any, state: Any) -> None:
+    assert audit(Resume(Toy, run, Toy.save, Toy.load, state)).holds
+    wrong = audit(Resume(Toy, run, Toy.save, Toy.load_without_momentum, state)).failures
+    assert wrong[0].subject == "6 steps = 3 + resume + 3"
+    assert "m.w" in wrong[0].measured or not isinstance(state(Toy()), dict)
+
+
+def test_a_run_has_to_train() -> None:
+    """Otherwise a resume that loses everything would pass. Where the run returns data, that may be all that resumes."""
+
+    def still(run: Toy, steps: int) -> list[int]:
+        return run.go(steps, rate=0.0)
+
+    subject = "6 steps = 3 + resume + 3"
+    silent = audit(Resume(Toy, lambda x, n: still(x, n)[:0], Toy.save, Toy.load, lambda x: x.weight))
+    assert not silent.holds and subject in {f.subject for f in silent.failures}
+    assert {f.outcome for f in silent.findings if "data" in f.subject} == {"not declared"}
+    verdict = audit(Resume(Toy, still, Toy.save, Toy.load, lambda x: x.weight))
+    assert verdict.holds and subject in {f.subject for f in verdict.warnings}
+    assert not audit(Resume(Toy, still, Toy.save, Toy.load, lambda x: [])).warnings, "declared: the data alone"

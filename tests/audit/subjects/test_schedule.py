@@ -183,13 +183,13 @@ def test_a_floor_without_its_step_asks_for_it() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"warmup=200 is longer than the run of total=100 steps: give total="):
+    with pytest.raises(ValueError, match="it is longer than the run of total=100 steps: give total="):
         audit(Schedule(lambda n, _: [1.0] * n, 1.0, 1.0, total=100, warmup=200))
 
 
 def test_a_setting_of_a_schedule_is_a_plain_number() -> None:
     settings: Any = {"power": Setting(2.0)}
-    with pytest.raises(ValueError, match=r"settings\['power'\] is a Setting: a schedule takes plain numbers, power=…"):
+    with pytest.raises(ValueError, match=r"settings={'power': .*Mapping\[str, float\] is needed"):
         audit(Schedule(lambda n, _, power: [power] * n, 1.0, 1.0, settings=settings))
 
 

@@ -141,7 +141,8 @@ class MergedLayer(Subject, name="merged layer"):
     """DF-MERGED: Merging once, merging twice and unmerging do not change the layer's output.
 
     Needs: ``outputs()`` is the output of the layer or model, adapter included; ``merge()`` writes the adapter into the
-    weights and ``unmerge()`` takes it out again. Without ``unmerge`` the layer is left merged.
+    weights and ``unmerge()`` takes it out again. Without ``unmerge`` the layer is left merged. ``model`` is the module
+    whose dropout is off while outputs are computed, where it is in train mode.
     How: Outputs before and after each call. The tolerance is rounding in their dtype, relative to the largest.
     Exceptions: A layer may refuse a second merge.
     Detects: candle-lora #26 (a merged layer adds its adapter again)
@@ -151,9 +152,10 @@ class MergedLayer(Subject, name="merged layer"):
     merge: Callable[[], Any]
     unmerge: Callable[[], Any] | None = None
     tolerance: float | None = None
+    model: nn.Module | None = None
 
     def check(self) -> Iterator[Finding]:
-        before = outputs(self.outputs)
+        before = outputs(self.outputs, model=self.model)
         for act, subject, meaning in (
             (self.merge, "merged", "The merged layer has another output: it still adds its adapter beside the merged "
              "weights, or merges with another scale."),
@@ -171,4 +173,5 @@ class MergedLayer(Subject, name="merged layer"):
                 if subject != "merged twice":
                     raise
                 subject += f" (refused: {type(error).__name__})"  # as good as doing nothing
-            yield self.same(f"outputs, {subject}", before, outputs(self.outputs), meaning, self.tolerance)
+            after = outputs(self.outputs, model=self.model)
+            yield self.same(f"outputs, {subject}", before, after, meaning, self.tolerance)

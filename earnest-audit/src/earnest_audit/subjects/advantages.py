@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class AdvantageEstimator(Subject, name="advantages"):
     #1518 (spread of the others), NeMo-RL #4158 (equal rewards become ±1)
     """
 
-    fn: Callable[[Tensor, Tensor], Tensor]
+    fn: Callable[[Tensor, Tensor], Tensor | Sequence[Any]]
     scale: Literal["free", "equal"]
     over: Literal["group", "batch", "none"] = "group"
     groups: int = 3
@@ -91,6 +91,8 @@ class AdvantageEstimator(Subject, name="advantages"):
         why = "The estimator writes into its inputs: what is read later is no reward. (Or declare in_place=True.)"
         given, unchanged = self.untouched(self.fn, {"rewards": rewards, "groups": groups}, why)
         given = torch.as_tensor(given).detach().reshape(-1).clone()
+        if given.shape != rewards.shape:
+            raise self.error("fn", f"it returned {len(given)} advantages of {len(rewards)} rewards")
         base, room = given.float(), self._room(rewards, groups, given)
         scale = float(base.abs().max())
         why = "Every advantage is 0: nothing is learned."
@@ -198,7 +200,7 @@ class AdvantageEstimator(Subject, name="advantages"):
         """A wrong answer's reward and a right one's."""
         values = EXACT if self.values is None else sorted(set(map(float, self.values)))
         if len(values) < 2:
-            raise ValueError(f"values={self.values}: give two different rewards or more, or leave values out.")
+            raise self.error(f"values={self.values}", "two different rewards or more are needed, or none")
         return values[0], values[-1]
 
     def _order(self, rng: torch.Generator) -> Tensor:

@@ -5,13 +5,19 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from contextlib import ExitStack, suppress
+from dataclasses import fields
+from typing import Any, ClassVar, TypeVar, get_args, get_type_hints
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from earnest_audit.errors import SubjectError
 from earnest_audit.law import Law, Reporter
 from earnest_audit.precision import rounding
+from earnest_audit.restore import without_dropout
+from earnest_audit.subjects.declared import Called, misfit, of_kind
 from earnest_audit.verdict import Finding
 
 T = TypeVar("T")
@@ -19,18 +25,44 @@ T = TypeVar("T")
 
 class Subject(Reporter):
     """Its docstring is the page of its law and begins with the law's code. ``check`` yields findings and restores what
-    it changed itself. What the caller's own functions change (a perturbation, a run), only they can restore."""
+    it changed itself. What the caller's own functions change (a perturbation, a run), only they can restore.
+
+    Declarations are compared with the fields' types when the subject is made, what a declared function returns when it
+    is called; what does not fit raises a ``SubjectError``."""
 
     law: ClassVar[Law]
 
     def __init_subclass__(cls, *, name: str) -> None:
         page = inspect.cleandoc(cls.__doc__ or "")
         cls.code = page.partition(":")[0]
-        cls.law = Law(cls.code, f"{name} ({cls.__name__})", page, cls.check, declared=cls)
+        cls.law = Law(cls.code, f"{name} ({cls.__name__})", page, cls.checked, declared=cls)
+
+    def __post_init__(self) -> None:
+        for name, hint, default in self._fields():
+            if (value := getattr(self, name)) is not default and (why := misfit(value, hint)):
+                raise self.error(name if callable(value) else f"{name}={value!r:.60}", why)
+
+    def checked(self) -> Iterator[Finding]:
+        """``check``, in which what the declared functions return is compared with their types too."""
+        inside = copy.copy(self)
+        for name, hint, _ in self._fields():
+            if (function := of_kind(hint, Callable)) and (value := getattr(self, name)) is not None:
+                setattr(inside, name, Called(value, name, (*get_args(function), None)[1], self.error))
+        yield from inside.check()
 
     def check(self) -> Iterator[Finding]:
         """The rows of this subject's law."""
         raise NotImplementedError  # abstract: every subject defines it
+
+    @classmethod
+    def error(cls, what: str, why: str) -> SubjectError:
+        return SubjectError(f"{cls.__name__}({what}): {why} (`earnest-audit laws {cls.code}` explains it).")
+
+    @classmethod
+    def _fields(cls) -> list[tuple[str, Any, Any]]:
+        """Name, type and default of each declaration."""
+        hints = get_type_hints(cls)
+        return [(f.name, hints[f.name], f.default) for f in fields(cls)]  # type: ignore[arg-type]
 
     def same(self, subject: str, a: Tensor, b: Tensor, meaning: str, tolerance: float | None = None) -> Finding:
         """Two outputs agree up to the tolerance, relative to the largest; none: rounding in their dtype."""
@@ -49,13 +81,11 @@ class Subject(Reporter):
         are passed over."""
         subject, usual, tried = f"setting {name}", run(**{name: value}), 0
         for other in others:
-            try:
+            with suppress(Exception):
                 found = run(**{name: other})
-            except Exception:
-                continue
-            tried += other != value
-            if not equal(found, usual):
-                return self.finding(subject, f"{value:g} → {other:g} changes the result", "it matters", True)
+                tried += other != value
+                if not equal(found, usual):
+                    return self.finding(subject, f"{value:g} → {other:g} changes the result", "it matters", True)
         if not tried:
             return self.not_applicable(subject, "no other value is taken")
         meaning = f"{name} does nothing: {why}"
@@ -77,15 +107,22 @@ def gap(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(a == b, torch.zeros_like(a - b), (a - b).abs())
 
 
-def equal(a: Any, b: Any) -> bool:
-    """Whether two values, or two containers of them at any depth, are the same, tensors bit for bit."""
-    if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.shape == b.shape and bool(torch.equal(a, b))
-    if isinstance(a, Mapping) and isinstance(b, Mapping):
-        return a.keys() == b.keys() and all(equal(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple) and isinstance(b, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return type(a) is type(b) and bool(a == b)
+def equal(a: Any, b: Any, within: tuple[int, ...] = ()) -> bool:
+    """Whether two values, or two containers or objects of them at any depth, are the same; NaN equals itself. What
+    cannot be compared is taken to be the same."""
+    if a is b or id(a) in within or type(a) is not type(b):
+        return a is b or id(a) in within
+    if isinstance(a, Tensor | np.ndarray):
+        same = a.shape == b.shape and a.dtype == b.dtype
+        return same and bool(((a == b) | ((a != a) & (b != b))).all())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(equal(a[k], b[k], (*within, id(a))) for k in a)
+    if isinstance(a, list | tuple):
+        return len(a) == len(b) and all(equal(x, y, (*within, id(a))) for x, y in zip(a, b, strict=True))
+    if hasattr(a, "__dict__"):
+        return equal(vars(a), vars(b), (*within, id(a)))
+    comparable = getattr(type(a), "__eq__", None) is not object.__eq__
+    return not comparable or bool(a == b or (a != a and b != b))
 
 
 def copied(call: T) -> T:
@@ -96,11 +133,22 @@ def copied(call: T) -> T:
         return call
 
 
-def outputs(call: Callable[..., Tensor], *given: Any) -> Tensor:
-    with torch.enable_grad():  # what is called may train
+def outputs(call: Callable[..., Tensor], *given: Any, model: nn.Module | None = None) -> Tensor:
+    """What is called may train. Dropout is off in the model, in modules that are given, and in those that an object
+    that is given has."""
+    reached = [model, *given, *(part for x in given for part in getattr(x, "__dict__", {}).values())]
+    with ExitStack() as stack, torch.enable_grad():
+        for module in (m for m in reached if isinstance(m, nn.Module)):
+            stack.enter_context(without_dropout(module))
         return call(*given).detach().clone()
 
 
 def largest(t: Tensor) -> float:
     """The largest entry; 0 where there is none, NaN where one is NaN."""
-    return float(t.max()) if t.numel() else 0.0
+    return float(t.detach().max()) if t.numel() else 0.0
+
+
+def difference(a: Tensor, b: Tensor) -> float:
+    """The largest difference of two log-probs, over the larger of 1 and their size; equal infinities do not differ."""
+    size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0).nan_to_num(posinf=1.0)
+    return largest(gap(a, b) / size)

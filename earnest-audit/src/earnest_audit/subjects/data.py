@@ -11,15 +11,17 @@ from functools import partial
 from itertools import pairwise, takewhile, zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from earnest_audit.edits import Batch
+from earnest_audit.errors import nearest
 from earnest_audit.precision import rounding
 from earnest_audit.restore import seeded
-from earnest_audit.subjects.base import Subject, copied, gap, largest
+from earnest_audit.subjects.base import Subject, copied, equal, gap, largest
 from earnest_audit.verdict import Finding
 
-Batch = Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
 MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not have: no number is equal to it
 
@@ -72,18 +74,23 @@ class Collator(Subject, name="collator"):
             given, unchanged = self.untouched(used, {"examples": list(self.examples)}, why)
         yield unchanged
         batch, again = _tensors(given), self._run(self.examples, used)
+        for unknown in set(self.pads) - set(batch):  # misspelt; another stage's is no error
+            if (hint := nearest(unknown, set(batch) - set(self.pads))).startswith("did"):
+                raise self.error("pads", f"the batch has no column {unknown!r}, {hint}")
         differ = [k for k in batch if k not in again or _off(again[k], batch[k]) > 0]
         more = ": the same examples and seed give another batch: a state from the last call is still there."
         yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
         kept = [example for example in self.examples if self.keeps is None or self.keeps(example)]
+        apart = self.rows or self.unpack is not None
+        alone = [(example, self._run([example]) if apart else {}) for example in kept]
         if self.unpack is not None:
-            yield self._documents(self.unpack, kept)
+            yield self._documents(self.unpack, alone)
         if self.targets is not None:
             more = "other tokens are supervised than declared: a mask is off by one, without an end, or with a prompt."
-            yield self._declared("supervised tokens", self.labels, batch, kept, more, self._tokens)
+            yield self._declared("supervised tokens", self.labels, batch, alone, more, self._tokens)
         for k in self.columns:
             more = f"{k} is not what the example has: a flag that is dropped, a default, another field."
-            yield self._declared(f"column {k}", k, batch, kept, more, partial(self._value, k))
+            yield self._declared(f"column {k}", k, batch, alone, more, partial(self._value, k))
         sizes = {k: len(v) for k, v in batch.items() if v.ndim > 0}
         columns, most = [k for k, size in sizes.items() if size == len(kept)], max(sizes.values(), default=0)
         if not self.rows or not columns or len(kept) < 2:
@@ -93,25 +100,27 @@ class Collator(Subject, name="collator"):
             yield self.finding("rows", measured, "a row per example", False if lost else "not applicable", why)
             return
         turned = self._run(list(self.examples)[::-1])  # not a rotation, which a shift by one row would survive
-        alone = [self._run([example]) for example in kept]
         for subject, rows, meaning in (
             ("permuted examples", {k: [*turned.get(k, [])][::-1] for k in columns},
              "permuted examples do not give permuted rows, so columns of one row come from different examples."),
-            ("each example alone", {k: [row for one in alone for row in one.get(k, [])[:1]] for k in columns},
+            ("each example alone", {k: [row for _, one in alone for row in one.get(k, [])[:1]] for k in columns},
              "an example gives another row alone, padding aside: a statistic of the batch, or another one is in it."),
         ):  # fmt: skip
             pairs = {k: zip_longest(rows[k], batch[k], fillvalue=MISSING) for k in columns}
             off = {k: max(_off(self._real(k, a), self._real(k, b)) for a, b in pairs[k]) for k in columns}
             wrong = [k for k in columns if off[k] > rounding(batch[k])]
+            if wrong and all(k not in self.pads and _shorter(rows[k], batch[k]) for k in wrong):
+                yield self.not_declared(subject, f"pads={{column: its padding value}}, for {', '.join(wrong)},")
+                continue
             floats = max((by for by in off.values() if 0 < by < math.inf), default=0.0)
             by = f", floats by up to {floats:.2g}" if floats else ""
             yield self.none(subject, wrong, f"{len(wrong)} of {len(columns)} columns differ{by}", f": {meaning}")
 
-    def _documents(self, unpack: Callable[[Batch], Sequence[Batch]], kept: list[Any]) -> Finding:
+    def _documents(self, unpack: Callable[[Batch], Sequence[Batch]], alone: Sequence[tuple[Any, Batch]]) -> Finding:
         found = [_tensors(document) for document in unpack(self._run(self.examples))]
-        alone = [[_tensors(document) for document in unpack(self._run([example]))] for example in kept]
-        lost = sum(not any(_alike(document, other) for other in found) for own in alone for document in own)
-        one = len(found) == len(alone) and all(len(own) == 1 for own in alone)
+        each = [[_tensors(document) for document in unpack(one)] for _, one in alone]
+        lost = sum(not any(_alike(document, other) for other in found) for own in each for document in own)
+        one = len(found) == len(each) and all(len(own) == 1 for own in each)
         return self.finding(
             "documents", f"{len(found)} documents of {len(alone)} examples, {lost} of them not as they are alone",
             "one per example, each as it is alone", one and lost == 0,
@@ -119,18 +128,17 @@ class Collator(Subject, name="collator"):
             "boundary is lost, or the rest of a long example is a document of its own.",
         )  # fmt: skip
 
-    def _declared(self, subject: str, column: str, batch: Batch, kept: list[Any], meaning: str,
+    def _declared(self, subject: str, column: str, batch: Batch, alone: Sequence[tuple[Any, Batch]], meaning: str,
                   wrong: Callable[[Tensor, Any], str]) -> Finding:  # fmt: skip
         """``wrong``: what is wrong with this column of an example: its row, or its document, which "documents" finds in
         the batch as it is alone."""
-        found: Any = batch.get(column, MISSING.expand(len(kept)))
+        found: Any = batch.get(column, MISSING.expand(len(alone)))
         if self.unpack is not None:
-            alone = [self._run([example]) for example in kept]
-            parts = [{**one, **next(iter(self.unpack(one)), {})} for one in alone]
+            parts = [{**one, **next(iter(self.unpack(one)), {})} for _, one in alone]
             found = [torch.as_tensor(part.get(column, MISSING)) for part in parts]
-        elif not self.rows or not found.ndim or len(found) != len(kept):
+        elif not self.rows or not found.ndim or len(found) != len(alone):
             return self.not_declared(subject, "unpack=…, which finds each example in the batch,")
-        each = [wrong(*pair) for pair in zip(found, kept, strict=True)]
+        each = [wrong(own, example) for own, (example, _) in zip(found, alone, strict=True)]
         odd = [f"example {number} {how}" for number, how in enumerate(each) if how]
         return self.none(subject, odd, f"{len(odd)} of {len(each)} examples differ", f": {meaning}")
 
@@ -142,10 +150,12 @@ class Collator(Subject, name="collator"):
     def _tokens(self, row: Tensor, example: Any) -> str:
         found, wanted = row[row != self.ignore].tolist(), [int(t) for t in (self.targets or list)(example)]
         odd = {"lacks": Counter(wanted) - Counter(found), "also has": Counter(found) - Counter(wanted)}
-        told = [f"{word} {', '.join(map(str, [*tokens.elements()][:3]))}" for word, tokens in odd.items() if tokens]
-        return " and ".join(told) or ("" if found == wanted else "has another order")
+        differ = [f"{word} {', '.join(map(str, [*tokens.elements()][:3]))}" for word, tokens in odd.items() if tokens]
+        return " and ".join(differ) or ("" if found == wanted else "has another order")
 
-    def _run(self, examples: Sequence[Any], fn: Callable[[list[Any]], Batch] | None = None) -> dict[str, Tensor]:
+    def _run(
+        self, examples: Sequence[Any], fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
+    ) -> dict[str, Tensor]:
         with seeded(self.seed):
             return _tensors((fn or copied(self.fn))(copy.deepcopy(list(examples))))
 
@@ -157,8 +167,17 @@ class Collator(Subject, name="collator"):
         return row[int(places[0]) : int(places[-1]) + 1] if len(places) else row[:0]
 
 
-def _tensors(batch: Batch) -> dict[str, Tensor]:
-    return {k: v.clone() for k, v in batch.items() if isinstance(v, Tensor)}
+def _tensors(batch: Mapping[str, Any]) -> dict[str, Tensor]:
+    arrays = {k: torch.as_tensor(v) for k, v in batch.items() if isinstance(v, np.ndarray) and v.dtype.kind in "biuf"}
+    return {k: v.clone() for k, v in {**batch, **arrays}.items() if isinstance(v, Tensor)}
+
+
+def _shorter(rows: Sequence[Tensor], whole: Tensor) -> bool:
+    """Whether rows begin or end as they do in the whole batch, and lack what may be padding."""
+    if whole.ndim < 2 or len(rows) != len(whole) or all(len(row) == whole.shape[1] for row in rows):
+        return False
+    cuts = [(row, full[: len(row)], full[len(full) - len(row) :]) for row, full in zip(rows, whole, strict=True)]
+    return all(equal(row, front) or equal(row, back) for row, front, back in cuts)
 
 
 def _alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
@@ -221,35 +240,40 @@ class ChatTemplate(Subject, name="chat template"):
         if self.prefix:
             yield from (self._begins(ids, i) for i in answers)
             given_on = [bool(on) for on in given[1]]
-            told = [str(i) for i in answers if any(given_on[self._rendered(ids, i) : len(self._asked(i))])]
+            supervised = [str(i) for i in answers if any(given_on[self._rendered(ids, i) : len(self._prompt(i))])]
             more = ": tokens between the last message and this answer are supervised, which the policy never samples."
-            yield self.none("generation prompts", told, f"{len(told)} of {len(answers)} are supervised", more)
+            measured = f"{len(supervised)} of {len(answers)} are supervised"
+            yield self.none("generation prompts", supervised, measured, more)
         if self.trained is not None:
             answers = [i for i in answers if i in self.trained]
         others = [i for i in range(len(messages)) if i not in answers]
         moved = [str(i) for i in others if any(self._taught(_other(messages, i, f)) != taught for f in (False, True))]
         more = ": other words of a user, the system or an answer that is not trained change what is supervised."
         yield self.none("words of others", moved, f"{len(moved)} of {len(others)} messages are supervised", more)
-        deaf = [str(i) for i in answers if self._taught(_other(messages, i)) == taught]
+        unsupervised = [str(i) for i in answers if self._taught(_other(messages, i)) == taught]
         more = ": another answer leaves the supervised tokens as they are: this answer is not supervised."
-        yield self.none("the assistant's words", deaf, f"{len(deaf)} of {len(answers)} answers are not", more)
+        measured = f"{len(unsupervised)} of {len(answers)} answers are not"
+        yield self.none("the assistant's words", unsupervised, measured, more)
         if self.trained is not None and answers:
             yield self._without_history(answers[0], taught)
         if self.end is None:
             yield self.not_declared("ends of answers", "end=…, the id that ends an answer,")
             return
         ends, on = self._ends(messages), list(given[1])
-        unseen = [i for i in answers if i in ends and not on[ends[i][0]]]
-        strays = [i for i in ends if i not in answers and any(on[place] for place in ends[i])]
-        bare = [i for i in answers if i not in ends]
-        odd = ((unseen, "not of"), (strays, "also of"), (bare, "there is none of"))
-        told = [f"{what} {', '.join(map(str, which))}" for which, what in odd if which]
-        number = f"{len(answers) - len(unseen) - len(bare)} of {len(answers)} supervised"
+        end_unsupervised = [i for i in answers if i in ends and not on[ends[i][0]]]
+        others_supervised = [i for i in ends if i not in answers and any(on[place] for place in ends[i])]
+        without_end = [i for i in answers if i not in ends]
+        odd = ((end_unsupervised, "not of"), (others_supervised, "also of"), (without_end, "there is none of"))
+        problems = [f"{what} {', '.join(map(str, which))}" for which, what in odd if which]
+        number = f"{len(answers) - len(end_unsupervised) - len(without_end)} of {len(answers)} supervised"
         why = "An answer's end is not supervised, so the model does not learn to stop; or another message's end is."
-        row = self.finding("ends of answers", "; ".join([number, *told]), "all, and no other", not told, why)
-        if bare and messages[-1]["role"] == "assistant":  # the next message may begin with the end
+        nowhere = f"The id {self.end} is nowhere in the conversation: another one ends answers, or none."
+        why = why if self.end in ids else nowhere
+        row = self.finding("ends of answers", "; ".join([number, *problems]), "all, and no other", not problems, why)
+        if without_end and messages[-1]["role"] == "assistant":  # the next message may begin with the end
             ends |= self._ends([*messages, {"role": "user", "content": "7 x"}])
-        yield self.law.doubtful(row) if not (unseen or strays) and any(i in ends for i in answers) else row
+        some = not (end_unsupervised or others_supervised) and any(i in ends for i in answers)
+        yield self.law.doubtful(row) if some else row
 
     def _ends(self, messages: Messages) -> dict[int, list[int]]:
         """The places of ends after a message's words, up to the last words of the next one; of messages with any. Where
@@ -262,7 +286,7 @@ class ChatTemplate(Subject, name="chat template"):
         parts = pairwise([*sorted(stops), (len(ids), -1)])
         return {i: on for (at, i), (to, _) in parts if (on := [k for k in range(at, to) if ids[k] == self.end])}
 
-    def _asked(self, answer: int) -> list[int]:
+    def _prompt(self, answer: int) -> list[int]:
         """What this answer is sampled from."""
         return list(self.prompt(copy.deepcopy(list(self.messages[:answer]))))
 
@@ -276,20 +300,20 @@ class ChatTemplate(Subject, name="chat template"):
         return len(before) if ids[: len(before)] == before else len(ids)
 
     def _begins(self, ids: list[int], answer: int) -> Finding:
-        asked = self._asked(answer)
-        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(asked, ids, strict=False)))
+        prompt = self._prompt(answer)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
         return self.finding(
-            f"the prompt of message {answer}", f"{common} of its {len(asked)} ids begin the conversation",
-            "all of them", common == len(asked),
+            f"the prompt of message {answer}", f"{common} of its {len(prompt)} ids begin the conversation",
+            "all of them", common == len(prompt),
             "Answers are sampled after another text than they are trained after: a system prompt, a generation "
             "prompt or a space is on one side only.",
         )  # fmt: skip
 
     def _without_history(self, first: int, taught: list[int]) -> Finding:
         """What is supervised where everything before the exchange of the first trained answer is left out."""
-        asks = [i for i in range(first) if self.messages[i]["role"] == "user"]
-        head = [m for m in self.messages[: asks[-1]] if m["role"] == "system"] if asks else []
-        alone = self._taught([*head, *self.messages[asks[-1] if asks else 0 :]])
+        user_turns = [i for i in range(first) if self.messages[i]["role"] == "user"]
+        head = [m for m in self.messages[: user_turns[-1]] if m["role"] == "system"] if user_turns else []
+        alone = self._taught([*head, *self.messages[user_turns[-1] if user_turns else 0 :]])
         why = "Something in turns that are not trained is supervised, such as the end of an earlier answer."
         measured = f"{len(taught)} tokens are supervised, {len(alone)} without those turns"
         return self.finding("turns that are not trained", measured, "the same", alone == taught, why)

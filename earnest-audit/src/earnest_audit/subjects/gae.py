@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,7 +38,7 @@ class GAE(Subject, name="GAE"):
     advantages
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[[Tensor, Tensor, Tensor, float, float], Tensor | Sequence[Tensor | None]]
     gamma: float = 0.9
     lam: float = 0.7
     whitened: bool = False
@@ -66,7 +65,7 @@ class GAE(Subject, name="GAE"):
             inputs = {"rewards": rewards, "values": values, "mask": mask}
             why = "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards. (Where "
             more = "that is intended, declare in_place=True.)"
-            yield self.untouched(lambda *handed: self.fn(*handed, self.gamma, self.lam), inputs, why + more)[1]
+            yield self.untouched(lambda r, v, m: self.fn(r, v, m, self.gamma, self.lam), inputs, why + more)[1]
         on, room = mask.bool(), rounding(rewards) * self.length * max(1.0, float(base["advantages"].abs().max()))
         for lam in (self.lam, 0.0, 1.0):
             wanted = _gae(rewards, values, mask, self.gamma, lam)

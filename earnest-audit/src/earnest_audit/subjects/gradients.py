@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -18,6 +19,7 @@ from earnest_audit.restore import calling, empty_grads, moved, restored, without
 from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
+WHOLE = "the whole batch's gradient"
 SAME = 16  # units in the last place: two calls that did the same; as many times that, and they did not
 LEFT = 0.25  # in 16 bits a multiple of the unit would let anything pass
 PARTS = (
@@ -48,12 +50,31 @@ CLIPPED = (
 LAST = "The next update is given something of the last one: gradients are not cleared (zero_grad) between two updates."
 
 
-class _Gradients:
+class _Gradients(Subject, name=""):
     """What the two subjects have in common: gradients of ``model``, and by how much equal ones may differ."""
 
     model: nn.Module
+    batch: Mapping[str, Any]
+    split: Sequence[int] | None
     seed: int
     precision: torch.dtype | None
+
+    def check(self) -> Iterator[Finding]:
+        if self._trained():
+            with without_dropout(self.model):  # other parts would get other masks
+                yield from list(self._check())
+        else:
+            why = "No parameter of the model requires a gradient; there is nothing to train."
+            yield self.finding(WHOLE, "no parameter is trainable", "finite and above 0", False, why)
+
+    def _check(self) -> Iterator[Finding]:
+        """The rows, where there is something to train."""
+        raise NotImplementedError  # abstract: both define it
+
+    def _has(self, whole: Gradient, why: str) -> Finding:
+        norm = whole.norm()
+        trains = math.isfinite(norm) and norm > 0
+        return self.finding(WHOLE, f"norm {norm:.3g}", "finite and above 0", trains, why)
 
     def _made_by(self, act: Callable[[], Any]) -> Gradient:
         """What ``act`` leaves in ``.grad``, where nothing was before. The model is as it was afterwards: what a forward
@@ -68,6 +89,28 @@ class _Gradients:
 
     def _trained(self) -> dict[str, Tensor]:
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+
+    def _cuts(self, gradient: Callable[[Mapping[str, Any]], Gradient]) -> list[tuple[list[int], list[Any], str]]:
+        """Uneven cuts of the batch: the numbers of rows, the parts, and the first words on a failure. What has no rows
+        (a number, a text) goes with every part. By default two parts that both have a ``gradient``, since one without
+        shows nothing of how parts are added; and a second cut, where one was met with a part that has none."""
+        tensors = [v.shape[0] for v in self.batch.values() if isinstance(v, Tensor) and v.ndim]
+        sizes = tensors or [len(v) for v in self.batch.values() if isinstance(v, list | tuple | np.ndarray)]
+        if not sizes:
+            raise self.error("batch", "it has no rows: give tensors or lists with an entry per row")
+        rows = max(set(sizes), key=sizes.count)
+        if self.split is not None and sum(self.split) != rows:
+            raise self.error(f"split={self.split}", f"its sum has to be {rows}, the rows of the batch")
+
+        def parts(counts: Sequence[int]) -> list[dict[str, Any]]:
+            return [rows_of(self.batch, rows, places) for places in torch.arange(rows).split(list(counts))]
+
+        if self.split is not None:
+            return [(list(self.split), parts(self.split), "")]
+        uneven = [[n, rows - n] for n in range(max(1, rows // 4), rows) if 2 * n != rows or rows == 2] or [[rows]]
+        first, few = uneven[0], uneven[:: max(1, len(uneven) // CUTS)]
+        usual = next((c for c in few if all(_trains(gradient, part) for part in parts(c))), first)
+        return [(usual, parts(usual), ""), *([(first, parts(first), IDLE)] if usual != first else [])]
 
     def _units(self, seen: Sequence[torch.dtype]) -> list[tuple[nn.Parameter, float]]:
         """Trainable parameters, each with the unit in the last place of what is computed in."""
@@ -85,7 +128,7 @@ class _Gradients:
 
 
 @dataclass
-class Accumulation(_Gradients, Subject, name="accumulation"):
+class Accumulation(_Gradients, name="accumulation"):
     """SE-ACCUMULATION: Many small backward passes, or many ranks, leave the whole batch's gradient, and so does the
     next call.
 
@@ -115,31 +158,32 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
     precision: torch.dtype | None = None
     stateful: bool = False
 
-    def check(self) -> Iterator[Finding]:
-        if self.rows_interact:
+    def _check(self) -> Iterator[Finding]:
+        with noticing(self.model) as seen:
+            whole, again = self._gradient([self.batch]), self._gradient([self.batch])
+        none = self._has(whole, "The function leaves no gradient in .grad (no backward pass, or it clears it), or NaN.")
+        if none.outcome == "fails":
+            yield none
+            return
+        twice = self._twice(whole, again, seen)
+        if self.rows_interact:  # equal micro-batches still have the gradient of one, up to a factor
             why = "Rows interact by declaration: parts may have another gradient."
             yield self.not_applicable(f"uneven {self.what}", "not checked", why)
-        with without_dropout(self.model):  # other parts would get other masks
-            with noticing(self.model) as seen:
-                whole, again = self._gradient([self.batch]), self._gradient([self.batch])
-            twice = self._twice(whole, again, seen)
-            if self.rows_interact:  # equal micro-batches still have the gradient of one, up to a factor
-                cuts = {f"the batch twice, as {self.what}": ([dict(self.batch), dict(self.batch)], COPIES)}
-                expected = "≤ {}, up to a factor"
-            else:
-                made = _cuts(self.batch, self.split, lambda part: self._gradient([part]))
-                cuts = {f"{self.what} of {split} rows": (parts, meaning + PARTS) for split, parts, meaning in made}
-                expected = "≤ {}"
-            room, _ = self._room(whole, seen, lambda: self._gradient([self.batch]))
-            room = max(room, 8 * whole.distance(again))
-            for subject, (parts, meaning) in cuts.items():
-                found = self._gradient(parts)
-                factor = found.best_scale(whole)
-                meant = whole.times(factor if self.rows_interact else 1.0)
-                off = meant.distance(found)
-                measured = f"gradient off by {off:.2g} (best factor {factor:.3g})"
-                holds, why = off <= room and whole.norm() > 0, _most(found, meant) + meaning
-                yield self.finding(subject, measured, expected.format(f"{room:.2g}"), holds, why)
+            cuts = {f"the batch twice, as {self.what}": ([dict(self.batch), dict(self.batch)], COPIES)}
+            expected = "≤ {}, up to a factor"
+        else:
+            made = self._cuts(lambda part: self._gradient([part]))
+            cuts = {f"{self.what} of {split} rows": (parts, meaning + PARTS) for split, parts, meaning in made}
+            expected = "≤ {}"
+        room, _ = self._room(whole, seen, lambda: self._gradient([self.batch]))
+        room = max(room, 8 * whole.distance(again))
+        for subject, (parts, meaning) in cuts.items():
+            found = self._gradient(parts)
+            factor = found.best_scale(whole)
+            meant = whole.times(factor if self.rows_interact else 1.0)
+            off = meant.distance(found)
+            measured, why = f"gradient off by {off:.2g} (best factor {factor:.3g})", _most(found, meant) + meaning
+            yield self.finding(subject, measured, expected.format(f"{room:.2g}"), off <= room, why)
         if not self.stateful:
             yield twice
 
@@ -170,7 +214,7 @@ class Accumulation(_Gradients, Subject, name="accumulation"):
 
 
 @dataclass
-class Update(_Gradients, Subject, name="update"):
+class Update(_Gradients, name="update"):
     """SE-UPDATE: The optimizer receives the whole batch's gradient, clipped once, and nothing of the last update.
 
     p.grad at optimizer.step()  =  ∇loss(B₁ ∪ B₂ ∪ …) · min(1, max_grad_norm / ‖∇loss‖),   p: what the optimizer owns
@@ -197,23 +241,18 @@ class Update(_Gradients, Subject, name="update"):
     seed: int = 0
     clips: bool = True
 
-    def check(self) -> Iterator[Finding]:
-        with restored(self.model, self.optimizer), without_dropout(self.model):
-            yield from list(self._check())
-
     def _check(self) -> Iterator[Finding]:
-        (_, parts, _), *idle = _cuts(self.batch, self.split, self._wanted)
+        (_, parts, _), *idle = self._cuts(self._wanted)
         with noticing(self.model) as seen:
             wanted = self._wanted(self.batch)
         norm = wanted.norm()
         room, unit = self._room(wanted, seen, lambda: self._wanted(self.batch))
-        trains = math.isfinite(norm) and norm > 0
-        why = "The loss has no gradient here, so what the optimizer is given cannot be judged."
-        yield self.finding("the whole batch's gradient", f"norm {norm:.3g}", "finite and above 0", trains, why)
-        if not trains:
+        has = self._has(wanted, "The loss has no gradient here, so what the optimizer is given cannot be judged.")
+        yield has
+        if has.outcome == "fails":
             return
-        self._read = self._owned()
-        if not self._read:
+        self._grad_holders = self._owned()
+        if not self._grad_holders:
             yield self.not_applicable("handed gradient", "the optimizer owns neither parameters nor copies of them")
             return
         with restored(self.model, self.optimizer):
@@ -268,9 +307,9 @@ class Update(_Gradients, Subject, name="update"):
         """What stood in ``.grad`` when the optimizer stepped; None where it did not step exactly once."""
         seen: list[Gradient] = []
         if clear:
-            for p in [*self.model.parameters(), *self._read.values()]:
+            for p in [*self.model.parameters(), *self._grad_holders.values()]:
                 p.grad = None
-        handle = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._left(self._read)))
+        handle = self.optimizer.register_step_pre_hook(lambda *_: seen.append(self._left(self._grad_holders)))
         try:
             with calling(self.seed, graph=True):
                 self.update([fresh(b) for b in parts], *([max_grad_norm] if self.clips else []))
@@ -285,26 +324,6 @@ class Update(_Gradients, Subject, name="update"):
                 value.backward()
 
         return self._made_by(act)
-
-
-def _cuts(
-    batch: Mapping[str, Any], split: Sequence[int] | None, gradient: Callable[[Mapping[str, Any]], Gradient]
-) -> list[tuple[list[int], list[dict[str, Any]], str]]:
-    """Uneven cuts of the batch: the numbers of rows, the parts, and the first words on a failure. What has no rows (a
-    number, a text) goes with every part. By default two parts that both have a ``gradient``, since one without shows
-    nothing of how parts are added; and a second cut, where one was met with a part that has none."""
-    sizes = [v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.ndim]
-    rows = max(set(sizes), key=sizes.count)
-
-    def parts(counts: Sequence[int]) -> list[dict[str, Any]]:
-        return [rows_of(batch, rows, places) for places in torch.arange(rows).split(list(counts))]
-
-    if split is not None:
-        return [(list(split), parts(split), "")]
-    uneven = [[n, rows - n] for n in range(max(1, rows // 4), rows) if 2 * n != rows or rows == 2] or [[rows]]
-    first, few = uneven[0], uneven[:: max(1, len(uneven) // CUTS)]
-    usual = next((c for c in few if all(_trains(gradient, part) for part in parts(c))), first)
-    return [(usual, parts(usual), ""), *([(first, parts(first), IDLE)] if usual != first else [])]
 
 
 def _most(found: Gradient, wanted: Gradient) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from earnest_audit.precision import rounding
 from earnest_audit.restore import put_back
-from earnest_audit.subjects.base import Subject, equal, gap, largest, outputs
+from earnest_audit.subjects.base import Subject, difference, equal, outputs
 from earnest_audit.verdict import Finding
 
 PERTURBATIONS = (0.1, 0.5, 2.0, 8.0, 32.0)  # of a tensor's own size
@@ -60,17 +60,17 @@ class WeightSync(Subject, name="weight sync"):
         before, now = outputs(self.sampler), outputs(self.trainer)
         room = rounding(before, now, precision=self.precision)
         yield self.agrees(
-            "the trainer after a push", _difference(again, now), max(OWN, 4 * _difference(alone, again)),
+            "the trainer after a push", difference(again, now), max(OWN, 4 * difference(alone, again)),
             "A push changes the trainer: adapters are merged for the push and taken out again in 16 bits, which does "
             "not give the old weights back. Keep a copy, or merge into another one.",
             "its own log-probs moved by {}",
         )  # fmt: skip
-        agree, different = _difference(before, now), f"Sampler and trainer are different policies, or {OTHERWISE}"
+        agree, different = difference(before, now), f"Sampler and trainer are different policies, or {OTHERWISE}"
         yield self.agrees("sampler = trainer after a push", agree, room, different, "log-probs off by {}")
         self.perturb()
-        moved = _difference(outputs(self.trainer), now)
+        moved = difference(outputs(self.trainer), now)
         self.push()
-        left, by = self._apart(), _difference(outputs(self.sampler), before)
+        left, by = self._apart(), difference(outputs(self.sampler), before)
         follows = self._follows(agree, moved, left, room, by)
         each = self._each(max(agree, left)) if agree <= room and follows.outcome != "fails" else None
         if self.undo is not None:
@@ -94,8 +94,8 @@ class WeightSync(Subject, name="weight sync"):
         why = "The push did not reach the sampler: other tensors were sent, an adapter slot is stale, a cache answers."
         if by > near:
             why = f"The sampler moved, but to other log-probs: some tensors are not sent or misplaced, or {OTHERWISE}"
-        told = f"off by {{}} (the trainer moved by {moved:.2g}, the sampler by {by:.2g})"
-        return self.agrees(subject, left, near, why, told)
+        measured = f"off by {{}} (the trainer moved by {moved:.2g}, the sampler by {by:.2g})"
+        return self.agrees(subject, left, near, why, measured)
 
     def _each(self, agree: float) -> Finding:
         """One tensor after the other, as far as it takes to stand out of what the two programs differ by anyway."""
@@ -129,24 +129,17 @@ class WeightSync(Subject, name="weight sync"):
 
     def _stands_out(self, tensor: Tensor, agree: float) -> float | None:
         """What a perturbation moves the trainer's log-probs by; None where none stands out."""
-        kept, base = tensor.detach().clone(), outputs(self.trainer)
-        noise = torch.randn(kept.shape, generator=torch.Generator().manual_seed(0)).to(kept)
-        size = float(kept.float().square().mean().sqrt()) or 1.0
+        base, size = outputs(self.trainer), float(tensor.detach().float().square().mean().sqrt()) or 1.0
+        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
+        kept = tensor.detach().clone()
         for factor in PERTURBATIONS:
             tensor.data.copy_(kept + factor * size * noise)
-            moved = _difference(outputs(self.trainer), base)
-            if max(CLEAR * agree, 16 * OWN) < moved < float("inf"):
-                return moved
+            if max(CLEAR * agree, 16 * OWN) < (by := difference(outputs(self.trainer), base)) < float("inf"):
+                return by
         return None
 
     def _apart(self) -> float:
-        return _difference(outputs(self.sampler), outputs(self.trainer))
-
-
-def _difference(a: Tensor, b: Tensor) -> float:
-    """The largest difference of two log-probs, over the larger of 1 and their size; equal infinities do not differ."""
-    size = torch.maximum(a.abs(), b.abs()).clamp_min(1.0).nan_to_num(posinf=1.0)
-    return largest(gap(a, b) / size)
+        return difference(outputs(self.sampler), outputs(self.trainer))
 
 
 @dataclass
@@ -234,9 +227,12 @@ class Ranks(Subject, name="ranks"):
     single: Callable[[list[Tensor]], float] | None = None
     by_rank: bool = False
 
-    def check(self) -> Iterator[Finding]:
+    def __post_init__(self) -> None:
+        super().__post_init__()
         if self.draw is None and self.metric is None:
-            yield self.not_declared("ranks", "draw=… or metric=…")
+            raise self.error("", "nothing is declared: give draw=…, or metric=… with rows=…")
+
+    def check(self) -> Iterator[Finding]:
         if self.draw is not None:
             yield from self._seeds(self.draw)
         if self.metric is not None and self.rows is not None:
@@ -245,9 +241,9 @@ class Ranks(Subject, name="ranks"):
             yield self.not_declared("a metric over ranks", "rows=…")
 
     def _seeds(self, draw: Callable[..., Tensor]) -> Iterator[Finding]:
-        asks = [p for p in inspect.signature(draw).parameters.values() if p.default is p.empty]
+        required = [p for p in inspect.signature(draw).parameters.values() if p.default is p.empty]
         places: dict[str, tuple[int, ...]] = {f"rank {rank}": (rank,) for rank in range(RANKS)}
-        if sum(p.kind < p.VAR_POSITIONAL for p in asks) == 2:
+        if sum(p.kind < p.VAR_POSITIONAL for p in required) == 2:
             places = {f"rank {r} in step {s}": (r, s) for r, s in product(range(RANKS), range(STEPS))}
         drawn, again = ({name: draw(*at).detach().clone() for name, at in places.items()} for _ in range(2))
         alike = [f"{a} and {b}" for a, b in combinations(places, 2) if equal(drawn[a], drawn[b])]

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from earnest_audit.restore import seeded
-from earnest_audit.subjects.base import Subject, gap, largest, outputs
+from earnest_audit.restore import copied, seeded
+from earnest_audit.subjects.base import Subject, equal, gap, largest, outputs
 from earnest_audit.verdict import Finding
 
 FOLLOWS = (
@@ -117,76 +116,101 @@ def load_onto(made: Any, load: Callable[[Any, Path], Any], folder: Path) -> Any:
 class Resume(Subject, name="resume"):
     """RT-RESUME: 2N steps equal N steps, a save, a load and N steps, bit for bit, the next data included.
 
-    Needs: ``run(x, n)`` trains n steps and returns the ids of the data that it saw; ``state(x)`` is everything that is
-    trained, averages of weights included. ``save(x, folder)`` and ``load(x, folder)`` are given a folder (a ``Path``
-    that exists and is empty) and name the files in it themselves; ``load`` fills the ``x`` that it is given, or returns
-    another. Both runs and the resumed one start from one state of the generators.
+    Needs: ``run(x, n)`` trains n steps and returns the ids of the data that it saw, a list or a tensor; ``state(x)`` is
+    everything that is trained, averages of weights included: a tensor, or lists and dicts of them at any depth, such as
+    ``[x.model.state_dict(), x.optimizer.state_dict()]`` (``[]`` where only the data is resumed). ``save(x, folder)``
+    and ``load(x, folder)`` are given a folder (a ``Path`` that exists and is empty) and name the files in it
+    themselves; ``load`` fills the ``x`` that it is given, or returns another. Both runs and the resumed one start from
+    one state of the generators. A run has to change the state.
     How: Both runs, their states and their data are compared; each begins from the same seed. The checkpoint is loaded
     again after the saved run has continued.
     Exceptions: Other thread counts sum in another order: resume with the same number. State that changes at an epoch's
     end shows only where one ended before the save, so that a datum came twice: N, 2N and 4N steps are tried, and the
     verdict notes where none ended.
+    Warns: (a run that returns ids and leaves the state as it is) only the data is resumed, or the state holds something
+    else than what is trained.
     Detects: moments, schedules, random states or data streams that restart
     """
 
     make: Callable[[], Any]
-    run: Callable[[Any, int], list[Any]]
+    run: Callable[[Any, int], Sequence[Any] | Tensor]
     save: Callable[[Any, Path], Any]
     load: Callable[[Any, Path], Any]
-    state: Callable[[Any], Tensor]
+    state: Callable[[Any], Tensor | Mapping[Any, Any] | Sequence[Any]]
     steps: int = 3
     seed: int = 0
 
     def check(self) -> Iterator[Finding]:
         yield from self._resumed(self.steps)
-        told, ended, later = f"no datum came twice in {4 * self.steps} steps", 0, list[Finding]()
+        reason, ended, later = f"no datum came twice in {4 * self.steps} steps", 0, list[Finding]()
         try:
             with seeded(self.seed):
                 run = self.make()
-                data = [[repr(datum) for datum in self.run(run, self.steps)] for _ in range(4)]
+                data = [list(map(repr, self._run(run, self.steps))) for _ in range(4)]
             ended = next((k for k in (1, 2, 4) if len(set(chain(*data[:k]))) < sum(map(len, data[:k]))), 0)
             later = list(self._resumed(ended * self.steps)) if ended > 1 else []
         except Exception as error:
-            told, ended = f"a run of more steps raises {type(error).__name__}", 0
+            reason, ended = f"a run of more steps raises {type(error).__name__}", 0
         yield from later
         if not ended:
             why = "A shuffle or a count that is not restored shows where an epoch ends before the save: give steps=…"
-            yield self.not_applicable("the end of an epoch", told, why)
+            yield self.not_applicable("the end of an epoch", reason, why)
 
     def _resumed(self, steps: int) -> Iterator[Finding]:
         with seeded(self.seed):
             straight = self.make()
-            seen = [*self.run(straight, steps), *self.run(straight, self.steps)]
+            seen = self._run(straight, steps)
+            before = copied(self.state(straight))
+            seen += self._run(straight, self.steps)
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
             with seeded(self.seed):
                 first = self.make()
-                seen_first = self.run(first, steps)
+                seen_first = self._run(first, steps)
                 self.save(first, folder)
             with seeded(self.seed):  # a new process begins from the seed again; what went on in between it must load
                 second = load_onto(self.make(), self.load, folder)
-                loaded = self.state(second).detach().clone()
-                seen_second = self.run(second, self.steps)
+                loaded = copied(self.state(second))
+                seen_second = self._run(second, self.steps)
             follows = list(self._follows(first, folder, loaded))
         wanted = seen[len(seen_first) :]
         if steps > self.steps and len(seen_second) < len(wanted):
             raise EOFError  # finite data, which a longer run than the declared one may exhaust
-        yield self._equal(
-            f"{steps + self.steps} steps = {steps} + resume + {self.steps}", self.state(straight), self.state(second),
-            "A resumed run is another run: optimizer moments, a schedule, a random state or a term's state starts "
-            "afresh.",
-        )  # fmt: skip
+        subject, end = f"{steps + self.steps} steps = {steps} + resume + {self.steps}", self.state(straight)
+        if not _leaves(end):
+            yield self.not_applicable(subject, "the state is empty")
+        elif equal(before, end):
+            why = "The state stays as it is, so a resume that loses everything would pass: give steps=…, or what is "
+            why += "trained as the state (state=lambda x: [] where only the data is resumed)."
+            row = self.finding(subject, "the run changes nothing", "a run that trains", False, why)
+            yield self.law.doubtful(row) if wanted else row
+        else:
+            why = "A resumed run is another run: moments, a schedule, a random state or a term's state starts afresh."
+            yield self._equal(subject, end, self.state(second), why)
         why = "The data stream starts again, or skips, after a resume."
-        yield self.finding("the data after a resume", f"{seen_second[:3]}", f"{wanted[:3]}", seen_second == wanted, why)
+        if wanted or seen_second:
+            holds = equal(seen_second, wanted)
+            yield self.finding("the data after a resume", f"{seen_second[:3]}", f"{wanted[:3]}", holds, why)
+        else:
+            yield self.not_declared("the data after a resume", "the ids of the data, which run(x, n) returns,")
         yield from follows
 
-    def _equal(self, subject: str, a: Tensor, b: Tensor, meaning: str) -> Finding:
-        off = largest(gap(a.double(), b.double()))
-        return self.finding(subject, f"off by {off:.2g}", "bit-equal", torch.equal(a, b), meaning)
+    def _run(self, x: Any, steps: int) -> list[Any]:
+        """The data that a run saw, as plain numbers."""
+        return [datum.tolist() if isinstance(datum, Tensor) else datum for datum in self.run(x, steps)]
+
+    def _equal(self, subject: str, a: Any, b: Any, meaning: str) -> Finding:
+        mine, theirs = _leaves(a), _leaves(b)
+        wrong = [n for n in {**mine, **theirs} if n not in mine or n not in theirs or not equal(mine[n], theirs[n])]
+        pairs = ((mine[n], theirs[n]) for n in wrong if n in mine and n in theirs)
+        alike = [p for p in pairs if all(isinstance(t, Tensor) for t in p) and p[0].shape == p[1].shape]
+        off = max((largest(gap(x.double(), y.double())) for x, y in alike), default=0.0)
+        where = f" in {len(wrong)} of {len(mine)} entries: {', '.join(wrong[:3])}" if any(wrong) else ""
+        return self.finding(subject, f"off by {off:.2g}{where}", "bit-equal", not wrong, meaning)
 
     def _follows(self, first: Any, folder: Path, loaded: Tensor) -> Iterator[Finding]:
         """The saved run goes on, and the same folder is loaded again."""
-        before = self.state(first).detach().clone()
+        before = copied(self.state(first))
         try:
             with seeded(self.seed):
                 self.run(first, self.steps)
@@ -194,8 +218,16 @@ class Resume(Subject, name="resume"):
                 third = load_onto(self.make(), self.load, folder)
         except Exception:  # a run that was ended by its save, a folder that is loaded once
             return
-        if not torch.equal(self.state(first), before):
-            yield self._equal("load, after the saved run went on", self.state(third).detach(), loaded, FOLLOWS)
+        if not equal(self.state(first), before):
+            yield self._equal("load, after the saved run went on", self.state(third), loaded, FOLLOWS)
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """What containers hold, by its path; a single value has none."""
+    if not isinstance(value, Mapping | list | tuple):
+        return {name: value}
+    parts = value.items() if isinstance(value, Mapping) else enumerate(value)
+    return {n: leaf for key, part in parts for n, leaf in _leaves(part, f"{name}.{key}".lstrip(".")).items()}
 
 
 @dataclass

@@ -7,11 +7,10 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
-from earnest_audit.facts import Setting
 from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
-ROUNDED = 1e-6  # of the top: what rounding may let a rate rise by
+FLAT = 1e-6  # of the top: what rounding may let a rate rise by
 EXACT = 1e-9  # of the peak: a rate of 0, up to rounding
 RANKS = 4
 MIDDLE, FALL = "half way", "the first fall"
@@ -55,10 +54,10 @@ class Schedule(Subject, name="schedule"):
     of_rank: Callable[[int, int], Sequence[float] | Sequence[Sequence[float]]] | None = None
 
     def check(self) -> Iterator[Finding]:
-        if wrapped := [name for name, value in self.settings.items() if isinstance(value, Setting)]:
-            raise ValueError(f"settings[{wrapped[0]!r}] is a Setting: a schedule takes plain numbers, {wrapped[0]}=….")
         if any(w > self.total for w in _row(self.warmup or 0)):
-            raise ValueError(f"warmup={self.warmup} is longer than the run of total={self.total} steps: give total=….")
+            raise self.error(
+                f"warmup={self.warmup}", f"it is longer than the run of total={self.total} steps: give total=…"
+            )
         one, many = self._one(), list(self.rates(self.total, RANKS, **self.settings))
         why = "The schedule is stepped another number of times than there are updates."
         yield self.finding("steps", f"{len(one)}", f"{self.total}", len(one) == self.total, why)
@@ -107,7 +106,7 @@ class Schedule(Subject, name="schedule"):
         why = "The run ends before the schedule does, or long after; or it has another floor than the declared one."
         yield "end", f"{one[-1]:.3g}", f"{final:.3g}", ends, why
         at = self._top(one)
-        rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + ROUNDED * top]
+        rises = [k + 1 for k, (a, b) in enumerate(pairwise(one)) if k >= at and b > a + FLAT * top]
         if ends and final < peak and (final == 0 or self.ends is not None):
             # A decay over i / n is held at i = n - 1: above its end by no more than its last change.
             change = next((abs(a - b) for a, b in pairwise(reversed(one)) if abs(a - b) > EXACT * peak), 0.0)
@@ -124,7 +123,7 @@ class Schedule(Subject, name="schedule"):
             )  # fmt: skip
         if ends:
             least = min(one[rises[-1] if self.restarts and rises else one.index(top) :])
-            holds = least >= low - max(ROUNDED * top, last)
+            holds = least >= low - max(FLAT * top, last)
             why = "The rate falls below its declared end: the floor is not applied, or only at the last step."
             yield "floor", f"the least rate after the peak is {least:.3g}", f"{low:.3g} or above", holds, why
         if warmup is None:
