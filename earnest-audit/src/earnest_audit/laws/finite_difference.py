@@ -5,12 +5,13 @@
 Needs: value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and
 preferences are taken to be so
 How: Central differences along the gradient, from a perturbed, off-policy state, in a float64 copy of the model where
-one can be run, at several step lengths; the best one counts (a clip has corners). Then each declared term by itself, at
-a thousand times its weight; then with dropout on, every evaluation from one seed, so that all draw the same masks.
+one can be run, at several step lengths; the best one counts (a clip has corners). Then each term whose weight is
+declared, at a thousand times its weight; then with dropout on, every evaluation from one seed, so that all draw the
+same masks.
 Exceptions: Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO), for adapters with a
 detached factor (DoRA's norm) and for straight-through gradients: they declare value_is_loss=False. So may a loss over
-the student's own top k, which jumps. A loss that casts to 16 bits itself is not judged. A step that is random, or off
-without dropout too, is not judged with it.
+the student's own top k, which jumps. A loss that casts to 16 bits on the way fails; where its modules do (autocast), it
+is "not declared". A step that is random, or off without dropout too, is not judged with it.
 Detects: SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients, code that
 rounds on the way, OLMo-core #828 (checkpointing that draws a new dropout mask)
 """
@@ -69,9 +70,10 @@ def check(probe: Probe) -> Rows:
         measured, before = exact or probe, 0.0 if exact is None else probe.cost
         batch = measured.off_policy()
         yield _judged(ALONG, slopes(measured, batch, measured.gradient(batch)))
-        for metric, knob in step.weights.items():
+        metrics = {knob: metric for metric, knob in step.weights.items()}
+        for knob in step.terms_off:
             probe.cost = before + measured.cost
-            subject = f"term {metric} along its own gradient"
+            subject = f"term {metrics.get(knob, knob)} along its own gradient"
             try:
                 found = _term(measured, batch, knob) if probe.afford(2, keep=2) else None
             except Exception:

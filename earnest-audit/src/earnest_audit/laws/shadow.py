@@ -2,12 +2,13 @@
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
-(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side.
+(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. Then log-ratios of single
+tokens are at ±100, and only the loss's value is judged: it is finite where float64 has one that this dtype can hold.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
 Warns: (far out, where half of the gradient or more is there and it does not turn away) a form that loses digits only
 there, as 1 - p does for a p next to 1.
-Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
+Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates, r/(1 + r) where the ratio r overflows
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from earnest_audit.verdict import Finding
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
 TRIED = 4  # of the last matrices
 FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
+RATIO = 100.0  # nats: a ratio that overflows fp32 and not float64
 MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
 SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is at its end by design
 LOST = 1e-2  # of the gradient: what rounding may change where log-probs or margins are large
@@ -55,6 +57,8 @@ def check(probe: Probe) -> Rows:
     else:
         head, factor, sharp = state
         yield _compare(probe, "confident outputs", sharp, head, factor)
+        if step.ratio_role in step.roles and probe.afford(4 / 3, keep=0):
+            yield from _far_ratios(probe, head, factor, sharp)
     if step.kind == "preference" and "chosen" in step.roles:
         with probe.may_refuse("far margins"):
             yield _far_margins(probe, state if isinstance(state, str) else state[0])
@@ -118,6 +122,38 @@ def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
         if math.isfinite(loss) and (row := _compare(probe, far, batch, head, factor)).measured != INFINITE:
             return row
     return LAW.not_applicable(far, f"{SPENT}, or float64 is not finite either")
+
+
+def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Rows:
+    """Of each row the least likely token is RATIO more (by turns: less) likely than when it was sampled. Loss values
+    are compared, since the gradient of a clipped ratio that overflows is infinity times 0; advantages are above 0,
+    since on the other side of it a clip has no bound."""
+    step, batch = probe.step, dict(batch)
+    if "advantages" in step.roles:
+        batch[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
+    given = [r for r in edits.SAMPLERS if r in step.roles]
+    for roles in (given, ["behaviour"])[: len(given)]:
+        subject, away = f"far ratios of {' and '.join(roles)}", dict(batch)
+        for key in (step.roles[r] for r in roles):
+            old: Tensor = batch[key]
+            rows = torch.arange(len(old), device=old.device)
+            on = edits.taken(step, old, batch).reshape(len(old), -1) != 0
+            place = old.reshape(len(old), -1).masked_fill(~on, math.inf).argmin(-1)
+            by = torch.zeros_like(on, dtype=old.dtype)
+            by[rows, place] = torch.where(rows % 2 == 0, -RATIO, RATIO).to(old.dtype)
+            away[key] = (old + (by * on).reshape(old.shape)).clamp(max=-1e-6)
+        with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
+            shadow = probe.twin(torch.float64)
+            theirs, mine = shadow.look(edits.lifted(away, torch.float64)).loss, probe.look(away).loss
+        probe.cost += shadow.cost
+        largest = min(torch.finfo(p.dtype).max for p in probe.parameters.values())
+        yield probe.fair(LAW.finding(
+            subject, f"the loss is {mine:.3g}, in float64 {theirs:.3g}", "finite",
+            math.isfinite(mine) if abs(theirs) <= largest else "not applicable",
+            f"The loss overflows where a token is e^{RATIO:g} times as likely as when it was sampled: a ratio is "
+            "divided by itself, or multiplied by 0 after it is infinite. Bound the difference of log-probs first, or "
+            "use a form of it that is bounded (its sigmoid, torch.where).",
+        ))  # fmt: skip
 
 
 def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = None, factor: float = 1.0) -> Finding:
