@@ -195,7 +195,7 @@ def add_masked_row(step: Step) -> Batch:
 
 def _ignored(step: Step) -> dict[str, int]:
     """Masks and labels of the batch, with the value that takes a place out of the loss."""
-    values = {"mask": 0, "labels": step.ignore_index}
+    values = {"mask": 0, "labels": step.ignore_index, **{f"{s}_mask": 0 for s in SIDES}}
     declared = {step.roles[role]: value for role, value in values.items() if role in step.roles}
     return declared | dict.fromkeys(step.masks, 0)
 
@@ -206,7 +206,7 @@ def pad(
     """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` (by default those that are
     declared or guessed). Integers without a role repeat the edge; ``new``: are other ones than any in the batch."""
     keys = readings(step)[0] if keys is None else keys
-    zeros = ("attention", *(f"{s}_{what}" for s in SIDES for what in ("mask", "attention")))
+    zeros = ("attention", *(f"{s}_attention" for s in SIDES))
     fill = _ignored(step) | {step.roles[r]: 0 for r in zeros if r in step.roles}
     if by_attention(step):  # a loss may also tell padding by its id
         ids, shown = step.roles["ids"], step.roles["attention"]

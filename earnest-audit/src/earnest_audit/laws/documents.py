@@ -3,14 +3,17 @@ first token is not a target.
 
 other documents     every second document of a row is supervised: ids and signals of the others do not matter
 first tokens        a document's first token is not predicted from the document before it
-reordered tokens    g(a, b) - g(a', b) = g(a, b') - g(a', b'), where the step makes its labels from the ids
+positions           a document's positions begin again, or only their distances matter
+sums                g(a, b) - g(a', b) = g(a, b') - g(a', b'), of tokens a and rewards, values or returns b of the next
+reordered tokens    the same of the tokens of both, where the step makes its labels from the ids
 
-Needs: roles documents and ids; mask or labels where the batch has them
-How: Every second document is supervised while the others are changed; then only first tokens are supervised. Without a
-mask and labels, tokens of every second document, of the others, and of both are reordered.
+Needs: roles documents and ids; mask or labels where the batch has them; positions
+How: Every second document is supervised while the others are changed; then only first tokens are supervised; then
+positions are counted from each document's start. Without a mask and labels, tokens of every second document, of the
+others, and of both are reordered.
 Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
 a row (a balance loss) is declared with its weight, or rows_interact=True.
-Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613
+Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613, GAE that runs on across packed documents
 """
 
 from __future__ import annotations
@@ -21,8 +24,11 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
 
 PACKED, FIRST = "another document in the packed row", "documents' first tokens"
+SUMS, AGAIN = "sums along the packed row", "positions that begin again"
 
 
 def check(probe: Probe) -> Rows:
@@ -33,10 +39,41 @@ def check(probe: Probe) -> Rows:
     begins = edits.begins(documents)
     if not bool(begins.any()):
         raise Ends(LAW.not_applicable(PACKED, "every row is one document"))
-    if on is None:
-        yield from _reordered(probe, begins, ids)
-    else:
-        yield from probe.tried({PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on)})
+    parts = {PACKED: _reordered(probe, begins, ids)} if on is None else {
+        PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on), SUMS: _sums(probe, begins, ids),
+    }  # fmt: skip
+    yield from probe.tried({**parts, AGAIN: _again(probe, begins)})
+
+
+def _again(probe: Probe, begins: Tensor) -> Rows:
+    """Where positions run on through a row, they matter only as distances (rotary embeddings)."""
+    positions = probe.step.value("positions")
+    if positions is None or positions.shape != begins.shape:
+        return
+    starts = torch.where(begins, torch.arange(begins.shape[1], device=begins.device), 0).cummax(-1).values
+    again = positions - positions.gather(-1, starts) + positions[:, :1]
+    yield probe.same(
+        AGAIN, probe.change({**probe.step.batch, probe.step.roles["positions"]: again}),
+        "A document has another gradient where its positions begin again: in the batch they run on from the document "
+        "before it, and the model reads them as absolute positions.",
+        what="counted from each document's start, they moved the gradient by {}",
+    )  # fmt: skip
+
+
+def _sums(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
+    """Tokens of every second document, and what returns are summed from in the others. No mask is changed: a sum that
+    skips masked tokens carries on behind them."""
+    step, second = probe.step, begins.long().cumsum(-1) % 2 == 1
+    if not (summed := [r for r in ("rewards", "values", "returns") if edits.fitting(step, r) is not None]):
+        return
+    inside = ~(begins | begins.roll(-1, dims=-1)) & (ids >= 0)
+    tokens = {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, ~second & inside)}
+    yield _additive(
+        probe, SUMS, tokens, _signals(step, step.batch, summed, second), _signals(step, tokens, summed, second),
+        f"A token's gradient depends on {' and '.join(summed)} of another document of its row: returns or advantages "
+        "are summed along the row and do not stop where a document ends. (Whitened on purpose: rows_interact=True.)",
+        "tokens of one and signals of the next move each other's part by {} of the gradient",
+    )  # fmt: skip
 
 
 def _reordered(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
@@ -49,18 +86,27 @@ def _reordered(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
     for row, n in {(row, n) for row, line in enumerate(number.tolist()) for n in line}:
         place = (number[row] == n) & free[row]
         moved[row, place] = ids[row, place].roll(1)
-    batches = [{**step.batch, step.roles["ids"]: torch.where(turn, moved, ids)} for turn in
-               (number < 0, number % 2 == 0, number % 2 == 1, number >= 0)]  # fmt: skip
-    whole, first, second, both = (probe.gradient(batch, probe.quiet) for batch in batches)
-    if step.rows_interact or step.drops_tokens or min(map(whole.distance, (first, second))) <= probe.tolerance:
-        raise Ends(LAW.not_applicable(PACKED, "tokens interact by declaration, or their order does not matter"))
-    left = whole.minus(first).minus(second.minus(both)).norm() / max(whole.norm(), both.norm())
-    yield probe.same(
-        PACKED, left,
+    batches = ({**step.batch, step.roles["ids"]: torch.where(turn, moved, ids)}
+               for turn in (number % 2 == 0, number % 2 == 1, number >= 0))  # fmt: skip
+    yield _additive(
+        probe, PACKED, *batches,
         "What a document's tokens change depends on the other documents of the packed row: labels are shifted over the "
         "whole row, so that a first token is predicted from another document, or attention does not know the packing.",
-        rows=True, what="reordered tokens of one move the others' part by {} of the gradient",
+        "reordered tokens of one move the others' part by {} of the gradient",
     )  # fmt: skip
+
+
+def _additive(
+    probe: Probe, subject: str, one: edits.Batch, other: edits.Batch, both: edits.Batch, meaning: str, what: str
+) -> Finding:
+    """g(a, b) - g(a', b) = g(a, b') - g(a', b'): what is changed in two documents adds up."""
+    step = probe.step
+    whole, first, second, last = (probe.gradient(batch, probe.quiet) for batch in (step.batch, one, other, both))
+    coupled = step.rows_interact or step.drops_tokens or "group" in step.roles
+    if coupled or min(map(whole.distance, (first, second))) <= probe.tolerance:
+        return LAW.not_applicable(subject, "tokens interact by declaration, or what is changed does not matter")
+    left = whole.minus(first).minus(second.minus(last)).norm() / max(g.norm() for g in (whole, first, second, last))
+    return probe.same(subject, left, meaning, rows=True, what=what)
 
 
 def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
@@ -80,13 +126,7 @@ def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
         before = probe.gradient(batch)
         if before.norm() > 0:
             changed = {**batch, key: edits.other_ids(step, ids, others & (ids >= 0))}
-            for salt, role in enumerate(signals):
-                old: Tensor = step.batch[step.roles[role]]
-                there = edits.fit(others, old)
-                assert there is not None  # rewards only where there are some: they may be summed without a mask
-                there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
-                changed = edits.perturb(step, changed, role, edits.generator(step, 700 + salt), where=there)
-            changes.append(before.distance(probe.gradient(changed)))
+            changes.append(before.distance(probe.gradient(_signals(step, changed, signals, others))))
     if not changes:
         raise Ends(LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row"))
     yield probe.same(
@@ -94,6 +134,17 @@ def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
         "Documents of one packed row depend on each other. Either attention does not know the packing (position ids, "
         "cu_seqlens; an all-ones mask may switch its detection off), or a signal is summed along the whole row.",
     )  # fmt: skip
+
+
+def _signals(step: Step, batch: edits.Batch, roles: list[str], where: Tensor) -> edits.Batch:
+    """Other signals there; rewards only where there are some, since they may be summed without a mask."""
+    for salt, role in enumerate(roles):
+        old: Tensor = step.batch[step.roles[role]]
+        there = edits.fit(where, old)
+        assert there is not None
+        there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
+        batch = edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
+    return batch
 
 
 def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:

@@ -3,17 +3,24 @@ matter.
 
 Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (where no mask
 is declared, an attention mask with padding is enough for more padding)
-How: Each is changed or added; the gradient must stay the same within the step's own resolution.
+How: Each is changed or added; the gradient must stay the same within the step's own resolution. More padding is judged
+in the tensors of wide, or in those that are guessed from their widths, which the verdict lists. Tokens after the
+answers that are attended to and not supervised may change the gradient by a factor only.
 Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
 factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
-accident (prompts beside completions) must not be padded with them: declare wide; where only another guess holds, the
-row is "not declared". Per-token rewards that are 0 wherever they are masked may be summed without the mask. A term of
-the loss with a mask of its own declares it in masks.
-Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask
+accident (prompts beside completions) must not be padded with them: declare wide; where the guess fails and a narrower
+one holds, the row is "not declared". Per-token rewards that are 0 wherever they are masked may be summed without the
+mask. A term of the loss with a mask of its own declares it in masks. A pair without a token may give NaN; a score that
+is read where an answer ends declares chosen_attention and rejected_attention, and no masks.
+Warns: (tokens after the answers) a row that is divided by prompt and answer on purpose, and an undeclared term over all
+tokens that are attended to (load balancing).
+Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask, answers that
+are divided by the length of prompt and answer
 """
 
 from __future__ import annotations
 
+import math
 from functools import partial
 
 import torch
@@ -23,7 +30,7 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
-MASKED = "a fully masked row"
+MASKED, LONGER = "a fully masked row", "3 more tokens after the answers"
 WIDE = 'wide=("…",), the tensors that are padded with the rows,'
 TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
@@ -39,8 +46,9 @@ def check(probe: Probe) -> Rows:
     base = probe.off_policy()
     if not probe.gradient(base).finite():
         raise Ends(LAW.not_applicable("masks", "not finite off-policy", "see IG."))
-    parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe)}
-    yield from probe.tried(parts if paired else {**parts, MASKED: _masked_row(probe)})
+    parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe), LONGER: _longer(probe)}
+    masked = not paired or all(f"{s}_mask" in step.roles for s in edits.SIDES)
+    yield from probe.tried({**parts, MASKED: _masked_row(probe)} if masked else parts)
 
 
 def _signals(probe: Probe, base: edits.Batch) -> Rows:
@@ -96,7 +104,8 @@ def _padded(probe: Probe, subject: str, side: str, keys: set[str], new: bool = F
     return probe.same(
         subject, probe.change(edits.pad(probe.step, side, keys=keys, new=new)),
         "The gradient depends on how far the batch is padded: a mean over positions counts padding, padded positions "
-        "are supervised, the mask is shifted by one, or positions are counted from the first padded one.", rows=True,
+        "are supervised, the mask is shifted by one, or positions are counted from the first padded one. Where rows "
+        "are never padded, declare wide=().", rows=True,
     )  # fmt: skip
 
 
@@ -107,6 +116,30 @@ def _pads_left(probe: Probe) -> bool:
     return any(shown.shape == ids.shape and bool((shown[:, 0] == 0).any()) for shown, ids in both)
 
 
+def _longer(probe: Probe) -> Rows:
+    """Tokens that are attended to and not supervised: in a causal model they can only change a row's divisor."""
+    step, batch = probe.step, edits.pad(probe.step)
+    texts, shown = ([step.roles[r] for r in roles if r in step.roles] for roles in zip(*TEXTS, strict=True))
+    longer = all(batch[k].shape[1] == step.batch[k].shape[1] + 3 for k in (*texts, *shown))
+    if not (texts and shown and longer) or step.rows_interact or "documents" in step.roles:
+        raise Ends(LAW.not_applicable(LONGER, "rows interact, are packed, or have no attention mask that is padded"))
+    if not probe.afford(2, keep=8.0):
+        raise Ends(LAW.not_applicable(LONGER, "not checked: the budget is spent"))
+    batch |= {k: torch.cat([batch[k][:, :-3], torch.ones_like(batch[k][:, -3:])], 1) for k in shown}
+    with probe.may_refuse(LONGER):
+        found = probe.gradient(batch)
+    factor, rest, holds = probe.scales(found, probe.gradient(), 0.0, math.inf)
+    new = {k: torch.arange(batch[k].shape[1], device=batch[k].device) >= step.batch[k].shape[1] for k in texts}
+    other = {**batch, **{k: edits.other_ids(step, batch[k], where.expand_as(batch[k])) for k, where in new.items()}}
+    if not holds and found.distance(probe.gradient(other)) > probe.tolerance:
+        raise Ends(LAW.not_applicable(LONGER, "the model attends to later tokens"))
+    yield LAW.doubtful(probe.fair(LAW.finding(
+        LONGER, f"the gradient is {factor:.3g}× the same up to {rest:.2g}", f"up to {probe.tolerance:.2g}", holds,
+        "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, prompt "
+        "or tool output included, and not by its number of supervised tokens.",
+    )))  # fmt: skip
+
+
 def _masked_row(probe: Probe) -> Rows:
     step, whole = probe.step, probe.gradient()
     if step.rows_interact or step.grouped:
@@ -114,8 +147,8 @@ def _masked_row(probe: Probe) -> Rows:
     least = step.rows / (step.rows + 1)
     with probe.may_refuse(MASKED, "one more row cannot be run"):
         masked = probe.gradient(edits.add_masked_row(step))
-    if not masked.finite() and not step.empty_rows:
-        raise Ends(LAW.not_applicable(MASKED, "every row has a supervised token, by declaration"))
+    if not masked.finite() and (not step.empty_rows or "chosen_mask" in step.roles):
+        raise Ends(LAW.not_applicable(MASKED, "every row has a supervised token, by declaration or as pairs do"))
     if not masked.finite():
         why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Or declare empty_rows=False.)"
         raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
@@ -124,7 +157,8 @@ def _masked_row(probe: Probe) -> Rows:
         MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"1× or {step.rows}/{step.rows + 1}×", holds and min(abs(factor - 1), abs(factor - least)) <= 0.02,
         "A row in which no loss is taken changes the gradient: some part of the loss ignores the mask, or a count has "
-        "something of that row.",
+        "something of that row. Where rows are coupled on purpose (a whitening of the batch), declare "
+        "rows_interact=True.",
     ))  # fmt: skip
 
 
