@@ -278,15 +278,16 @@ def _widths(step: Step) -> set[int]:
 
 def in_place(step: Step) -> bool:
     """Whether labels stand where their tokens do, so that the loss shifts them."""
-    return _labels_are(step, 0)
+    return labels_are(step, 0)
 
 
 def ahead(step: Step) -> bool:
     """Whether labels stand where they are predicted: each is the next token."""
-    return _labels_are(step, 1)
+    return labels_are(step, 1)
 
 
-def _labels_are(step: Step, shift: int) -> bool:
+def labels_are(step: Step, shift: int) -> bool:
+    """Whether every label is the token ``shift`` places on."""
     ids, labels = step.value("ids"), step.value("labels")
     if ids is None or labels is None or ids.shape != labels.shape or step.roles["ids"] == step.roles["labels"]:
         return False

@@ -134,7 +134,7 @@ def test_ratios_that_overflow() -> None:
             return -(value * batch["mask"]).sum() / batch["mask"].sum()
 
         step = replace(policy_step(loss), metrics={}, value_is_loss=False)
-        return {f.subject: f.outcome for f in audit(step, laws=[shadow.LAW]).findings}["far ratios of behaviour"]
+        return {f.subject: f.outcome for f in audit(step, laws=[shadow.LAW]).findings}["far ratios"]
 
     assert outcome(lambda x, a: x.exp() / (1 + x.exp()) * a) == "fails"
     assert outcome(lambda x, a: x.exp() * (x.exp().detach() < 2) * a) == "fails"  # a rejected token: inf · 0

@@ -126,7 +126,7 @@ def test_a_signal_that_is_averaged_over_the_whole_row(heeded: bool, row: str) ->
 
     named = {"behaviour": "old", **roles({k: v for k, v in batch.items() if k != "old"})}
     found = outcomes(Step(model=model, loss=loss, batch=batch, roles=named))
-    assert found[documents.PACKED] == ("holds" if heeded else "fails")
+    assert found[documents.SUMS] == ("holds" if heeded else "fails") and found[documents.PACKED] == "holds"
 
 
 class Absolute(nn.Module):

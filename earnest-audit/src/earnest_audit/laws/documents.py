@@ -1,16 +1,16 @@
 """MI-PACKED: Documents in one packed row are independent: ids and signals of the others do not matter, and a document's
 first token is not a target.
 
-other documents     every second document of a row is supervised: ids and signals of the others do not matter
+other documents     every second document of a row is supervised: ids of the others do not matter
 first tokens        a document's first token is not predicted from the document before it
 positions           a document's positions begin again, or only their distances matter
-sums                g(a, b) - g(a', b) = g(a, b') - g(a', b'), of tokens a and rewards, values or returns b of the next
-reordered tokens    the same of the tokens of both, where the step makes its labels from the ids
+sums                g(a, b) - g(a', b) = g(a, b') - g(a', b'), of tokens and signals a of one document and b of the next
+reordered tokens    the same of reordered tokens, where the step makes its labels from the ids
 
 Needs: roles documents and ids; mask or labels where the batch has them; positions
 How: Every second document is supervised while the others are changed; then only first tokens are supervised; then
-positions are counted from each document's start. Without a mask and labels, tokens of every second document, of the
-others, and of both are reordered.
+positions are counted from each document's start. Tokens and signals of every second document, of the others, and of
+both are changed (without a mask and labels: reordered).
 Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
 a row (a balance loss) is declared with its weight, or rows_interact=True.
 Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613, GAE that runs on across packed documents
@@ -24,21 +24,19 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
-from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 PACKED, FIRST = "another document in the packed row", "documents' first tokens"
-SUMS, AGAIN = "sums along the packed row", "positions that begin again"
+SUMS, AGAIN = "sums along the row", "positions that begin again"
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
     documents, ids, on = step.batch[step.roles["documents"]], step.batch[step.roles["ids"]], edits.supervised_wide(step)
-    if documents.shape != ids.shape or (on is None and edits.supervised(step) is not None):
-        raise Ends(LAW.not_applicable(PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit"))
+    fit = documents.shape == ids.shape and (on is not None or edits.supervised(step) is None)
+    LAW.needs(fit, PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit")
     begins = edits.begins(documents)
-    if not bool(begins.any()):
-        raise Ends(LAW.not_applicable(PACKED, "every row is one document"))
+    LAW.needs(begins.any(), PACKED, "every row is one document")
     parts = {PACKED: _reordered(probe, begins, ids)} if on is None else {
         PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on), SUMS: _sums(probe, begins, ids),
     }  # fmt: skip
@@ -61,18 +59,26 @@ def _again(probe: Probe, begins: Tensor) -> Rows:
 
 
 def _sums(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
-    """Tokens of every second document, and what returns are summed from in the others. No mask is changed: a sum that
-    skips masked tokens carries on behind them."""
-    step, second = probe.step, begins.long().cumsum(-1) % 2 == 1
-    if not (summed := [r for r in ("rewards", "values", "returns") if edits.fitting(step, r) is not None]):
+    """Tokens and signals of every second document, and of the others. No mask is changed: a sum that skips masked
+    tokens carries on behind them."""
+    step, odd = probe.step, begins.long().cumsum(-1) % 2 == 1
+    if not (signals := [r for r in edits.PER_TOKEN if edits.fitting(step, r) is not None]):
         return
     inside = ~(begins | begins.roll(-1, dims=-1)) & (ids >= 0)
-    tokens = {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, ~second & inside)}
+    batches = []
+    for where in (odd, ~odd, torch.ones_like(odd)):
+        batch = {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where & inside)}
+        for salt, role in enumerate(signals):
+            there = edits.fit(where, old := step.batch[step.roles[role]])
+            assert there is not None  # rewards only where there are some: they may be summed without a mask
+            there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
+            batch = edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
+        batches.append(batch)
     yield _additive(
-        probe, SUMS, tokens, _signals(step, step.batch, summed, second), _signals(step, tokens, summed, second),
-        f"A token's gradient depends on {' and '.join(summed)} of another document of its row: returns or advantages "
-        "are summed along the row and do not stop where a document ends. (Whitened on purpose: rows_interact=True.)",
-        "tokens of one and signals of the next move each other's part by {} of the gradient",
+        probe, SUMS, *batches,
+        f"A token's gradient depends on {', '.join(signals)} of another document of its row: a mean over the row, or "
+        "returns that do not stop where a document ends. (Whitened over the batch on purpose: rows_interact=True.)",
+        "tokens and signals of one move the others' part by {} of the gradient",
     )  # fmt: skip
 
 
@@ -91,7 +97,7 @@ def _reordered(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
     yield _additive(
         probe, PACKED, *batches,
         "What a document's tokens change depends on the other documents of the packed row: labels are shifted over the "
-        "whole row, so that a first token is predicted from another document, or attention does not know the packing.",
+        "whole row, so that a first token is predicted from another document, or attention ignores the packing.",
         "reordered tokens of one move the others' part by {} of the gradient",
     )  # fmt: skip
 
@@ -110,41 +116,22 @@ def _additive(
 
 
 def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
-    """Every second document of a row is supervised, and the others are changed. Attention leaks forwards only; returns
-    that are summed from the end leak backwards, so where there are signals the others are supervised, too."""
+    """Every second document of a row is supervised, and the ids of the others are changed."""
     step, number = probe.step, begins.long().cumsum(-1)
     # A document's first token is predicted from another document's last: edges are not supervised.
     edges = begins if edits.in_place(step) else begins | begins.roll(1, dims=-1) | begins.roll(-1, dims=-1)
-    inside = on & ~edges & (number[:, -1:] > 0)
-    signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
-    key, changes = step.roles["ids"], list[float]()
-    ids: Tensor = step.batch[key]
+    key, ids = step.roles["ids"], step.batch[step.roles["ids"]]
     for turn in (1, 0):
-        batch, others = edits.only(step, step.batch, inside & (number % 2 == turn)), number % 2 != turn
-        if changes and not signals:
-            break
-        before = probe.gradient(batch)
-        if before.norm() > 0:
-            changed = {**batch, key: edits.other_ids(step, ids, others & (ids >= 0))}
-            changes.append(before.distance(probe.gradient(_signals(step, changed, signals, others))))
-    if not changes:
-        raise Ends(LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row"))
-    yield probe.same(
-        PACKED, max(changes),
-        "Documents of one packed row depend on each other. Either attention does not know the packing (position ids, "
-        "cu_seqlens; an all-ones mask may switch its detection off), or a signal is summed along the whole row.",
-    )  # fmt: skip
-
-
-def _signals(step: Step, batch: edits.Batch, roles: list[str], where: Tensor) -> edits.Batch:
-    """Other signals there; rewards only where there are some, since they may be summed without a mask."""
-    for salt, role in enumerate(roles):
-        old: Tensor = step.batch[step.roles[role]]
-        there = edits.fit(where, old)
-        assert there is not None
-        there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
-        batch = edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
-    return batch
+        batch = edits.only(step, step.batch, on & ~edges & (number[:, -1:] > 0) & (number % 2 == turn))
+        if (before := probe.gradient(batch)).norm() > 0:
+            changed = {**batch, key: edits.other_ids(step, ids, (number % 2 != turn) & (ids >= 0))}
+            yield probe.same(
+                PACKED, before.distance(probe.gradient(changed)),
+                "Documents of one packed row depend on each other: attention ignores the packing (position ids, "
+                "cu_seqlens; an all-ones mask may switch its detection off).",
+            )  # fmt: skip
+            return
+    yield LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row")
 
 
 def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
@@ -153,14 +140,14 @@ def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
     ids, labels, mask = step.value("ids"), step.value("labels"), step.value("mask")
     assert ids is not None
     ahead = edits.ahead(step)
-    if not (ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])):
-        raise Ends(LAW.not_applicable(FIRST, "it is not known which label belongs to which token"))
+    known = ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])
+    LAW.needs(known, FIRST, "it is not known which label belongs to which token")
     keep = on & (begins.roll(-1, dims=-1) if ahead else begins)
     shown = ids[begins & (keep.roll(1, dims=-1) if ahead else keep)].unique()
     if len(shown) == 0:
         raise Ends(LAW.finding(FIRST, "none is supervised", "no gradient", True))
-    if len(shown) == 1:  # learning that it follows an end is harmless, and often intended
-        raise Ends(LAW.not_applicable(FIRST, "all documents begin with the same token"))
+    # To learn that it follows an end is harmless, and often intended.
+    LAW.needs(len(shown) > 1, FIRST, "all documents begin with the same token")
     there = probe.gradient(edits.only(step, step.batch, keep), probe.quiet)
     left = there.norm() / max(probe.gradient().norm(), 1e-300) if there.finite() else 0.0  # 0/0: nothing is left
     yield probe.vanishes(

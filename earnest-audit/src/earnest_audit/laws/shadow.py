@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.finite_difference import float64_copy
 from earnest_audit.laws.pairs import can_be_swapped, swapped
 from earnest_audit.probe import Probe
@@ -45,8 +45,7 @@ SPENT = "not checked: the budget is spent"
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    if all(p.dtype == torch.float64 for p in probe.parameters.values()):
-        raise Ends(LAW.not_applicable(step.name, "float64 already"))
+    LAW.needs(any(p.dtype != torch.float64 for p in probe.parameters.values()), step.name, "float64 already")
     with probe.perturbed():
         batch = probe.off_policy()
     yield _compare(probe, "the batch", batch)
@@ -58,7 +57,7 @@ def check(probe: Probe) -> Rows:
         head, factor, sharp = state
         yield _compare(probe, "confident outputs", sharp, head, factor)
         if step.ratio_role in step.roles and probe.afford(4 / 3, keep=0):
-            yield from _far_ratios(probe, head, factor, sharp)
+            yield _far_ratios(probe, head, factor, sharp)
     if step.kind == "preference" and "chosen" in step.roles:
         with probe.may_refuse("far margins"):
             yield _far_margins(probe, state if isinstance(state, str) else state[0])
@@ -124,36 +123,31 @@ def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
     return LAW.not_applicable(far, f"{SPENT}, or float64 is not finite either")
 
 
-def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Rows:
-    """Of each row the least likely token is RATIO more (by turns: less) likely than when it was sampled. Loss values
-    are compared, since the gradient of a clipped ratio that overflows is infinity times 0; advantages are above 0,
-    since on the other side of it a clip has no bound."""
-    step, batch = probe.step, dict(batch)
+def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
+    """Of each row the least likely token is RATIO more (by turns: less) likely than when it was sampled, to both
+    samplers. Loss values are compared, since the gradient of a clipped ratio that overflows is infinity times 0;
+    advantages are above 0, since a clip has no bound below."""
+    step, away, subject = probe.step, dict(batch), "far ratios"
     if "advantages" in step.roles:
-        batch[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
-    given = [r for r in edits.SAMPLERS if r in step.roles]
-    for roles in (given, ["behaviour"])[: len(given)]:
-        subject, away = f"far ratios of {' and '.join(roles)}", dict(batch)
-        for key in (step.roles[r] for r in roles):
-            old: Tensor = batch[key]
-            rows = torch.arange(len(old), device=old.device)
-            on = edits.taken(step, old, batch).reshape(len(old), -1) != 0
-            place = old.reshape(len(old), -1).masked_fill(~on, math.inf).argmin(-1)
-            by = torch.zeros_like(on, dtype=old.dtype)
-            by[rows, place] = torch.where(rows % 2 == 0, -RATIO, RATIO).to(old.dtype)
-            away[key] = (old + (by * on).reshape(old.shape)).clamp(max=-1e-6)
-        with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
-            shadow = probe.twin(torch.float64)
-            theirs, mine = shadow.look(edits.lifted(away, torch.float64)).loss, probe.look(away).loss
-        probe.cost += shadow.cost
-        largest = min(torch.finfo(p.dtype).max for p in probe.parameters.values())
-        yield probe.fair(LAW.finding(
-            subject, f"the loss is {mine:.3g}, in float64 {theirs:.3g}", "finite",
-            math.isfinite(mine) if abs(theirs) <= largest else "not applicable",
-            f"The loss overflows where a token is e^{RATIO:g} times as likely as when it was sampled: a ratio is "
-            "divided by itself, or multiplied by 0 after it is infinite. Bound the difference of log-probs first, or "
-            "use a form of it that is bounded (its sigmoid, torch.where).",
-        ))  # fmt: skip
+        away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
+    for times, role in enumerate((r for r in ("proximal", "behaviour") if r in step.roles), 1):
+        old: Tensor = batch[step.roles[role]]
+        rows, on = torch.arange(len(old), device=old.device), edits.taken(step, old, batch).reshape(len(old), -1) != 0
+        by = torch.zeros_like(on, dtype=old.dtype)
+        by[rows, old.reshape(on.shape).masked_fill(~on, math.inf).argmin(-1)] = RATIO * (2 * (rows % 2) - 1).to(old)
+        away[step.roles[role]] = (old + times * (by * on).reshape(old.shape)).clamp(max=-1e-6)
+    with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
+        shadow = probe.twin(torch.float64)
+        theirs, mine = shadow.look(edits.lifted(away, torch.float64)).loss, probe.look(away).loss
+    probe.cost += shadow.cost
+    largest = min(torch.finfo(p.dtype).max for p in probe.parameters.values())
+    return probe.fair(LAW.finding(
+        subject, f"the loss is {mine:.3g}, in float64 {theirs:.3g}", "finite",
+        math.isfinite(mine) if abs(theirs) <= largest else "not applicable",
+        "The loss overflows where a token is far likelier than when it was sampled: a ratio is divided by itself, or "
+        "multiplied by 0 after it is infinite. Bound the difference of log-probs first, or use a form of it that is "
+        "bounded (its sigmoid, torch.where).",
+    ))  # fmt: skip
 
 
 def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = None, factor: float = 1.0) -> Finding:
