@@ -177,16 +177,17 @@ def rows_of(batch: Mapping[str, Any], rows: int, index: Tensor) -> Batch:
     return {k: take(v) for k, v in batch.items()}
 
 
-def add_masked_row(step: Step) -> Batch:
+def add_masked_row(step: Step, least: bool = False) -> Batch:
     """One more row in which the loss is taken nowhere: a copy of the one whose undeclared numbers are the largest, so
-    that they are seen if they enter the loss beside the mask; of the last where there are none."""
+    that they are seen if they enter the loss beside the mask; of the last where there are none. ``least``: of another
+    one."""
     rows, declared, size = torch.arange(step.rows), set(step.roles.values()), torch.zeros(step.rows)
     for key, value in step.batch.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (step.rows,):
             norm = value.detach().cpu().float().reshape(step.rows, -1).norm(dim=-1)
             size += norm / norm.max().clamp_min(1e-30) if key not in declared else 0.0
-    copied = rows[size.flip(0).argmax()].reshape(1)
-    batch = take_rows(step, torch.cat([rows, step.rows - 1 - copied]))
+    order = size.argsort(stable=True)
+    batch = take_rows(step, torch.cat([rows, order[:1] if least else order[-1:]]))
     for key, ignored in _ignored(step).items():
         batch[key] = batch[key].clone()
         batch[key][-1] = ignored

@@ -248,3 +248,20 @@ def test_a_head_that_no_loss_calls_is_not_declared_and_one_without_a_gradient_fa
     (found,) = [outcome for subject, outcome in rows.items() if "trainable parameters" in subject]
     assert found == ("fails" if called else "holds")
     assert rows.get("value, which the loss never calls") == (None if called else "not declared")
+
+
+def test_a_loss_without_a_graph_leaves_every_parameter_dead() -> None:
+    """A container of layers is not called itself, and is no head of another loss."""
+
+    class Stacked(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(VOCABULARY, VOCABULARY)])
+
+        def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+            return self.layers[0](super().forward(ids, attention))
+
+    step = sft_step(lambda model, batch: sft_loss(model, batch)[0].detach())
+    step.model, step.optimizer = Stacked(), None
+    (row,) = (f for f in audit(step, laws=[liveness.LAW]).failures if f.subject.endswith("trainable parameters"))
+    assert row.expected == "all" and "idle" not in row.measured and "may_idle" in row.meaning, row

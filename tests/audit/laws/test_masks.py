@@ -26,6 +26,7 @@ from tests.audit.steps import (
     logprobs,
     policy_batch,
     policy_step,
+    sequence_logprobs,
     sft_loss,
     sft_step,
     token_batch,
@@ -140,6 +141,7 @@ def test_columns_and_a_row_at_once_are_told_apart(by: str) -> None:
     found = {f.subject: f for f in audit(step, laws=[masks.LAW]).findings}
     assert found["3 more columns of padding on the right"].outcome == ("fails" if by == "width" else "holds")
     assert found[masks.MASKED].outcome == ("fails" if by == "at least one each" else "holds")
+    assert by != "width" or "wide=()" in found["3 more columns of padding on the right"].meaning
     assert found[masks.MASKED].expected == f"1× or {step.rows}/{step.rows + 1}×"
 
 
@@ -437,3 +439,13 @@ def test_a_pair_without_a_token(masked: bool, dtype: torch.dtype) -> None:
     weights = {k: w * step.batch[k.replace("weight", "mask")] for k, w in weights.items()}
     found = outcomes(replace(step, batch={**step.batch, **weights}, metrics={}))
     assert found[masks.MASKED] == ("holds" if masked else "fails"), found
+
+
+def test_the_content_of_a_masked_pair_where_terms_have_counts_of_their_own() -> None:
+    """A mean over pairs beside one over tokens: one more pair changes their ratio, and what stands in it nothing."""
+
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        chosen, rejected = sequence_logprobs(model, batch)
+        return -F.logsigmoid(beta * (chosen - rejected)).mean() - chosen.sum() / batch["chosen_mask"].sum()
+
+    assert outcomes(replace(dpo_step(loss), metrics={}))[masks.MASKED] == "holds"

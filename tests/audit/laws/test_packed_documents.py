@@ -94,11 +94,11 @@ def unlabelled(seed: int, heeded: bool, leaks: bool = False, opening: int | None
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_that_makes_its_labels_from_a_packed_row(seed: int) -> None:
-    assert outcomes(unlabelled(seed, heeded=True)) == {documents.PACKED: "holds"}
-    assert outcomes(unlabelled(seed, heeded=False)) == {documents.PACKED: "fails"}
-    assert outcomes(unlabelled(seed, heeded=True, leaks=True)) == {documents.PACKED: "fails"}
-    assert outcomes(unlabelled(seed, heeded=False, opening=0)) == {documents.PACKED: "holds"}  # the same after each end
-    assert outcomes(unlabelled(seed, heeded=True, rows_interact=True)) == {documents.PACKED: "not applicable"}
+    assert outcomes(unlabelled(seed, heeded=True)) == {documents.SUMS: "holds"}
+    assert outcomes(unlabelled(seed, heeded=False)) == {documents.SUMS: "fails"}
+    assert outcomes(unlabelled(seed, heeded=True, leaks=True)) == {documents.SUMS: "fails"}
+    assert outcomes(unlabelled(seed, heeded=False, opening=0)) == {documents.SUMS: "holds"}  # the same after each end
+    assert outcomes(unlabelled(seed, heeded=True, rows_interact=True)) == {documents.SUMS: "not applicable"}
 
 
 def rollouts() -> tuple[nn.Module, dict[str, Tensor]]:

@@ -4,13 +4,12 @@ first token is not a target.
 other documents     every second document of a row is supervised: ids of the others do not matter
 first tokens        a document's first token is not predicted from the document before it
 positions           a document's positions begin again, or only their distances matter
-sums                g(a, b) - g(a', b) = g(a, b') - g(a', b'), of tokens and signals a of one document and b of the next
-reordered tokens    the same of reordered tokens, where the step makes its labels from the ids
+add up              g(a, b) - g(a', b) = g(a, b') - g(a', b') of ids and signals a of one document and b of the next
 
 Needs: roles documents and ids; mask or labels where the batch has them; positions
-How: Every second document is supervised while the others are changed; then only first tokens are supervised; then
-positions are counted from each document's start. Tokens and signals of every second document, of the others, and of
-both are changed (without a mask and labels: reordered).
+How: Every second document is supervised while ids of the others are changed; then only first tokens are supervised;
+then positions are counted from each document's start. Ids and signals of every second document, of the others, and of
+both are changed (ids alone only where the step makes its labels from them).
 Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
 a row (a balance loss) is declared with its weight, or rows_interact=True.
 Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613, GAE that runs on across packed documents
@@ -24,10 +23,9 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
-from earnest_audit.verdict import Finding
 
 PACKED, FIRST = "another document in the packed row", "documents' first tokens"
-SUMS, AGAIN = "sums along the row", "positions that begin again"
+SUMS, AGAIN = "documents add up", "positions that begin again"
 
 
 def check(probe: Probe) -> Rows:
@@ -37,10 +35,9 @@ def check(probe: Probe) -> Rows:
     LAW.needs(fit, PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit")
     begins = edits.begins(documents)
     LAW.needs(begins.any(), PACKED, "every row is one document")
-    parts = {PACKED: _reordered(probe, begins, ids)} if on is None else {
-        PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on), SUMS: _sums(probe, begins, ids),
-    }  # fmt: skip
-    yield from probe.tried({**parts, AGAIN: _again(probe, begins)})
+    rows = {SUMS: _additive(probe, begins, ids, on), AGAIN: _again(probe, begins)}
+    known = {} if on is None else {PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on)}
+    yield from probe.tried({**known, **rows})
 
 
 def _again(probe: Probe, begins: Tensor) -> Rows:
@@ -58,61 +55,36 @@ def _again(probe: Probe, begins: Tensor) -> Rows:
     )  # fmt: skip
 
 
-def _sums(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
-    """Tokens and signals of every second document, and of the others. No mask is changed: a sum that skips masked
-    tokens carries on behind them."""
-    step, odd = probe.step, begins.long().cumsum(-1) % 2 == 1
-    if not (signals := [r for r in edits.PER_TOKEN if edits.fitting(step, r) is not None]):
+def _additive(probe: Probe, begins: Tensor, ids: Tensor, on: Tensor | None) -> Rows:
+    """g(a, b) - g(a', b) = g(a, b') - g(a', b'), a and b being every second document and the others. No mask is
+    changed: a sum that skips masked tokens carries on behind them. First and last tokens stay where they are no targets
+    of another document, or where all documents have the same (BOS, EOS)."""
+    step, odd, free, batches = probe.step, begins.long().cumsum(-1) % 2 == 1, ids >= 0, [dict(probe.step.batch)]
+    signals = [r for r in edits.PER_TOKEN if edits.fitting(step, r) is not None]
+    if on is not None and not signals:
         return
-    inside = ~(begins | begins.roll(-1, dims=-1)) & (ids >= 0)
-    batches = []
+    for edge in (begins, begins.roll(-1, dims=-1)):
+        free &= ~edge if on is not None or len(ids[edge].unique()) == 1 else torch.ones_like(edge)
     for where in (odd, ~odd, torch.ones_like(odd)):
-        batch = {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where & inside)}
+        batch = {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where & free)}
         for salt, role in enumerate(signals):
             there = edits.fit(where, old := step.batch[step.roles[role]])
             assert there is not None  # rewards only where there are some: they may be summed without a mask
             there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
             batch = edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
         batches.append(batch)
-    yield _additive(
-        probe, SUMS, *batches,
-        f"A token's gradient depends on {', '.join(signals)} of another document of its row: a mean over the row, or "
-        "returns that do not stop where a document ends. (Whitened over the batch on purpose: rows_interact=True.)",
-        "tokens and signals of one move the others' part by {} of the gradient",
-    )  # fmt: skip
-
-
-def _reordered(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
-    """A document's tokens move by one place; its first and last ones stay where all have the same (BOS, EOS)."""
-    step, number, moved, free = probe.step, begins.long().cumsum(-1), ids.clone(), torch.ones_like(begins)
-    starts = torch.cat([torch.ones_like(begins[:, :1]), begins[:, 1:]], 1)
-    for shift in (0, -1):
-        if len(ids[begins.roll(shift, dims=-1)].unique()) == 1:
-            free &= ~starts.roll(shift, dims=-1)
-    for row, n in {(row, n) for row, line in enumerate(number.tolist()) for n in line}:
-        place = (number[row] == n) & free[row]
-        moved[row, place] = ids[row, place].roll(1)
-    batches = ({**step.batch, step.roles["ids"]: torch.where(turn, moved, ids)}
-               for turn in (number % 2 == 0, number % 2 == 1, number >= 0))  # fmt: skip
-    yield _additive(
-        probe, PACKED, *batches,
-        "What a document's tokens change depends on the other documents of the packed row: labels are shifted over the "
-        "whole row, so that a first token is predicted from another document, or attention ignores the packing.",
-        "reordered tokens of one move the others' part by {} of the gradient",
-    )  # fmt: skip
-
-
-def _additive(
-    probe: Probe, subject: str, one: edits.Batch, other: edits.Batch, both: edits.Batch, meaning: str, what: str
-) -> Finding:
-    """g(a, b) - g(a', b) = g(a, b') - g(a', b'): what is changed in two documents adds up."""
-    step = probe.step
-    whole, first, second, last = (probe.gradient(batch, probe.quiet) for batch in (step.batch, one, other, both))
+    whole, first, second, both = (probe.gradient(batch, probe.quiet) for batch in batches)
     coupled = step.rows_interact or step.drops_tokens or "group" in step.roles
-    if coupled or min(map(whole.distance, (first, second))) <= probe.tolerance:
-        return LAW.not_applicable(subject, "tokens interact by declaration, or what is changed does not matter")
-    left = whole.minus(first).minus(second.minus(last)).norm() / max(g.norm() for g in (whole, first, second, last))
-    return probe.same(subject, left, meaning, rows=True, what=what)
+    moves = min(map(whole.distance, (first, second))) > probe.tolerance
+    LAW.needs(moves and not coupled, SUMS, "tokens interact by declaration, or what is changed does not matter")
+    left = whole.minus(first).minus(second.minus(both)).norm() / max(g.norm() for g in (whole, first, second, both))
+    yield probe.same(
+        SUMS, left,
+        "What changes in one document depends on another one of its row: attention ignores the packing, labels are "
+        "shifted over the whole row, a mean is taken over it, or returns do not stop where a document ends. (Whitened "
+        "over the batch on purpose: rows_interact=True.)",
+        rows=True, what=f"{', '.join(['ids', *signals])} of one move the others' part by {{}} of the gradient",
+    )  # fmt: skip
 
 
 def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:

@@ -11,7 +11,7 @@ Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference 
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
 Warns: (rows "context in …" and "never read: …") a model that reads no earlier token, a prompt that the loss reads from
-another tensor, or a tensor that the batch has for something else.
+another tensor, or a tensor that is in the batch for something else.
 Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534, openai/baselines #765
 (a clipped value loss that takes the smaller error)
 """
@@ -292,10 +292,8 @@ def _never_read(probe: Probe) -> Rows:
     except Exception:
         return  # some code takes plain dicts only
     if unread := ", ".join(k for k in others if k not in recording.accessed):
-        yield LAW.doubtful(LAW.finding(
-            f"never read: {unread}", "the loss does not read it", "read", False,
-            f"Where the loss should read it, declare the role of {unread}.",
-        ))  # fmt: skip
+        why = f"Where the loss should read it, declare the role of {unread}; else leave it out of the batch."
+        yield LAW.doubtful(LAW.finding(f"never read: {unread}", "the loss does not read it", "read", False, why))
 
 
 def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:

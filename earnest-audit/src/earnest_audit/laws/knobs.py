@@ -19,10 +19,9 @@ from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
-import torch
-
 from earnest_audit import edits
 from earnest_audit.law import Law, Rows
+from earnest_audit.laws.clipping import _at_ratios as at_ratios
 from earnest_audit.laws.inputs import far
 from earnest_audit.probe import Change, Probe
 from earnest_audit.verdict import Finding
@@ -180,13 +179,9 @@ def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> I
         return
 
     def ratios(odd: int) -> edits.Batch:
-        total = math.log1p(1.25 * value) if isinstance(value, float) and 0 < value < 1 else 0.25
-        now = probe.now()
-        count = edits.taken(step, now, base).reshape(len(now), -1).sum(-1).clamp(min=1)
-        turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
-        moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
-        keys = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
-        return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
+        high, now = 1 + 1.25 * value if isinstance(value, float) and 0 < value < 1 else math.e**0.25, probe.now()
+        turns = [(high, 1 / high)[(row + odd) % 2] for row in range(len(now))]
+        return at_ratios(probe, probe.as_policy(base), turns, edits.taken(step, now, base) if rows else None)[0]
 
     for odd in (0, 1):
         yield probe.kept_batch(f"ratios beside {value}, {odd}, {rows}", functools.partial(ratios, odd))

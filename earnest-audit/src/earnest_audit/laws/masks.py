@@ -131,11 +131,11 @@ def _attended(probe: Probe) -> Rows:
     factor, rest, holds = probe.scales(found, probe.gradient(), 0.0, math.inf)
     causal = holds or found.distance(probe.gradient({**step.batch, **shown, **other})) <= probe.tolerance
     LAW.needs(causal, ATTENDED, "the model attends to later tokens")
-    yield LAW.doubtful(LAW.finding(
+    yield LAW.doubtful(probe.fair(LAW.finding(
         ATTENDED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}", f"up to {probe.tolerance:.2g}", holds,
         "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, prompt "
         "or tool output included, and not by its number of supervised tokens.",
-    ))  # fmt: skip
+    )))  # fmt: skip
 
 
 def _masked_row(probe: Probe) -> Rows:
@@ -144,8 +144,14 @@ def _masked_row(probe: Probe) -> Rows:
     least = step.rows / (step.rows + 1)
     with probe.may_refuse(MASKED, "one more row cannot be run"):
         masked = probe.gradient(edits.add_masked_row(step))
-    empty = step.empty_rows and "chosen_mask" not in step.roles
-    LAW.needs(masked.finite() or empty, MASKED, "every row has a supervised token, by declaration or as pairs do")
+    if "chosen_mask" in step.roles:  # terms of a pair's loss are divided by counts of their own, so contents differ
+        other = probe.gradient(edits.add_masked_row(step, least=True))
+        LAW.needs(masked.finite() and other.finite(), MASKED, "a pair without a token has no finite gradient")
+        raise Ends(probe.same(
+            MASKED, masked.distance(other),
+            "The content of a pair whose masks are all 0 matters: some part of the loss ignores the masks.", rows=True,
+        ))  # fmt: skip
+    LAW.needs(masked.finite() or step.empty_rows, MASKED, "every row has a supervised token, by declaration")
     if not masked.finite():
         why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Or declare empty_rows=False.)"
         raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
