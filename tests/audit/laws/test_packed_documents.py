@@ -94,11 +94,11 @@ def unlabelled(seed: int, heeded: bool, leaks: bool = False, opening: int | None
 
 @pytest.mark.parametrize("seed", range(3))
 def test_a_step_that_makes_its_labels_from_a_packed_row(seed: int) -> None:
-    assert outcomes(unlabelled(seed, heeded=True)) == {documents.SUMS: "holds"}
-    assert outcomes(unlabelled(seed, heeded=False)) == {documents.SUMS: "fails"}
-    assert outcomes(unlabelled(seed, heeded=True, leaks=True)) == {documents.SUMS: "fails"}
-    assert outcomes(unlabelled(seed, heeded=False, opening=0)) == {documents.SUMS: "holds"}  # the same after each end
-    assert outcomes(unlabelled(seed, heeded=True, rows_interact=True)) == {documents.SUMS: "not applicable"}
+    assert outcomes(unlabelled(seed, heeded=True)) == {documents.PACKED: "holds"}
+    assert outcomes(unlabelled(seed, heeded=False)) == {documents.PACKED: "fails"}
+    assert outcomes(unlabelled(seed, heeded=True, leaks=True)) == {documents.PACKED: "fails"}
+    assert outcomes(unlabelled(seed, heeded=False, opening=0)) == {documents.PACKED: "holds"}  # the same after each end
+    assert outcomes(unlabelled(seed, heeded=True, rows_interact=True)) == {documents.PACKED: "not applicable"}
 
 
 def rollouts() -> tuple[nn.Module, dict[str, Tensor]]:
@@ -126,7 +126,7 @@ def test_a_signal_that_is_averaged_over_the_whole_row(heeded: bool, row: str) ->
 
     named = {"behaviour": "old", **roles({k: v for k, v in batch.items() if k != "old"})}
     found = outcomes(Step(model=model, loss=loss, batch=batch, roles=named))
-    assert found[documents.SUMS] == ("holds" if heeded else "fails") and found[documents.PACKED] == "holds"
+    assert found[documents.PACKED] == ("holds" if heeded else "fails")
 
 
 class Absolute(nn.Module):
@@ -209,6 +209,4 @@ def returns_step(ended: bool, count: int) -> Step:
 @pytest.mark.parametrize("count", [2, 3])
 @pytest.mark.parametrize("ended", [False, True])
 def test_returns_end_with_their_document(ended: bool, count: int) -> None:
-    found = outcomes(returns_step(ended, count))
-    assert found[documents.SUMS] == ("holds" if ended else "fails")
-    assert found[documents.PACKED] == "holds"
+    assert outcomes(returns_step(ended, count))[documents.PACKED] == ("holds" if ended else "fails")

@@ -354,8 +354,9 @@ def test_a_term_of_several_means_over_undeclared_counts(fault: str | None, expec
 def test_a_whitening_without_a_declaration_fails_with_the_way_out() -> None:
     def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Tensor:
         a = batch["advantages"]
-        a = ((a - a.mean()) / a.std())[:, None]
-        return -((logprobs(model, batch) - batch["old"]).exp() * a * batch["mask"]).sum() / batch["mask"].sum()
+        a, lp = ((a - a.mean()) / a.std())[:, None], logprobs(model, batch)
+        each = lp.square() - (lp - batch["old"]).exp() * a  # the first part is not scaled
+        return (each * batch["mask"]).sum() / batch["mask"].sum()
 
     step = replace(policy_step(loss), metrics={})
     rows = {f.subject: f for f in audit(step, laws=[splits.LAW, masks.LAW]).failures}

@@ -1,21 +1,23 @@
 """MI-PACKED: Documents in one packed row are independent: ids and signals of the others do not matter, and a document's
 first token is not a target.
 
-other documents     every second document of a row is supervised: ids of the others do not matter
+other documents     g(a, b) - g(a', b) = g(a, b') - g(a', b') of ids and signals a of one document and b of the next
 first tokens        a document's first token is not predicted from the document before it
 positions           a document's positions begin again, or only their distances matter
-add up              g(a, b) - g(a', b) = g(a, b') - g(a', b') of ids and signals a of one document and b of the next
 
 Needs: roles documents and ids; mask or labels where the batch has them; positions
-How: Every second document is supervised while ids of the others are changed; then only first tokens are supervised;
-then positions are counted from each document's start. Ids and signals of every second document, of the others, and of
-both are changed (ids alone only where the step makes its labels from them).
+How: Ids and signals of every second document, of the others, and of both are changed; then only first tokens are
+supervised; then positions are counted from each document's start.
 Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
-a row (a balance loss) is declared with its weight, or rows_interact=True.
+a row (a balance loss) is declared with its weight, or rows_interact=True (of one row alone that means that the code
+takes no more).
 Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613, GAE that runs on across packed documents
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +27,7 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 
 PACKED, FIRST = "another document in the packed row", "documents' first tokens"
-SUMS, AGAIN = "documents add up", "positions that begin again"
+AGAIN = "positions that begin again"
 
 
 def check(probe: Probe) -> Rows:
@@ -35,9 +37,8 @@ def check(probe: Probe) -> Rows:
     LAW.needs(fit, PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit")
     begins = edits.begins(documents)
     LAW.needs(begins.any(), PACKED, "every row is one document")
-    rows = {SUMS: _additive(probe, begins, ids, on), AGAIN: _again(probe, begins)}
-    known = {} if on is None else {PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on)}
-    yield from probe.tried({**known, **rows})
+    parts = {PACKED: _additive(probe, begins, ids, on), AGAIN: _again(probe, begins)}
+    yield from probe.tried(parts if on is None else {**parts, FIRST: _first(probe, begins, on)})
 
 
 def _again(probe: Probe, begins: Tensor) -> Rows:
@@ -59,12 +60,12 @@ def _additive(probe: Probe, begins: Tensor, ids: Tensor, on: Tensor | None) -> R
     """g(a, b) - g(a', b) = g(a, b') - g(a', b'), a and b being every second document and the others. No mask is
     changed: a sum that skips masked tokens carries on behind them. First and last tokens stay where they are no targets
     of another document, or where all documents have the same (BOS, EOS)."""
-    step, odd, free, batches = probe.step, begins.long().cumsum(-1) % 2 == 1, ids >= 0, [dict(probe.step.batch)]
+    step, odd, free = probe.step, begins.long().cumsum(-1) % 2 == 1, ids >= 0
+    batches: list[Mapping[str, Any]] = [step.batch]
     signals = [r for r in edits.PER_TOKEN if edits.fitting(step, r) is not None]
-    if on is not None and not signals:
-        return
     for edge in (begins, begins.roll(-1, dims=-1)):
-        free &= ~edge if on is not None or len(ids[edge].unique()) == 1 else torch.ones_like(edge)
+        if on is not None or len(ids[edge].unique()) == 1:
+            free &= ~edge
     for where in (odd, ~odd, torch.ones_like(odd)):
         batch = {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where & free)}
         for salt, role in enumerate(signals):
@@ -74,36 +75,17 @@ def _additive(probe: Probe, begins: Tensor, ids: Tensor, on: Tensor | None) -> R
             batch = edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
         batches.append(batch)
     whole, first, second, both = (probe.gradient(batch, probe.quiet) for batch in batches)
-    coupled = step.rows_interact or step.drops_tokens or "group" in step.roles
+    coupled = (step.rows_interact and step.rows > 1) or step.drops_tokens or "group" in step.roles
     moves = min(map(whole.distance, (first, second))) > probe.tolerance
-    LAW.needs(moves and not coupled, SUMS, "tokens interact by declaration, or what is changed does not matter")
+    LAW.needs(moves and not coupled, PACKED, "tokens interact by declaration, or what is changed does not matter")
     left = whole.minus(first).minus(second.minus(both)).norm() / max(g.norm() for g in (whole, first, second, both))
     yield probe.same(
-        SUMS, left,
+        PACKED, left,
         "What changes in one document depends on another one of its row: attention ignores the packing, labels are "
         "shifted over the whole row, a mean is taken over it, or returns do not stop where a document ends. (Whitened "
         "over the batch on purpose: rows_interact=True.)",
         rows=True, what=f"{', '.join(['ids', *signals])} of one move the others' part by {{}} of the gradient",
     )  # fmt: skip
-
-
-def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
-    """Every second document of a row is supervised, and the ids of the others are changed."""
-    step, number = probe.step, begins.long().cumsum(-1)
-    # A document's first token is predicted from another document's last: edges are not supervised.
-    edges = begins if edits.in_place(step) else begins | begins.roll(1, dims=-1) | begins.roll(-1, dims=-1)
-    key, ids = step.roles["ids"], step.batch[step.roles["ids"]]
-    for turn in (1, 0):
-        batch = edits.only(step, step.batch, on & ~edges & (number[:, -1:] > 0) & (number % 2 == turn))
-        if (before := probe.gradient(batch)).norm() > 0:
-            changed = {**batch, key: edits.other_ids(step, ids, (number % 2 != turn) & (ids >= 0))}
-            yield probe.same(
-                PACKED, before.distance(probe.gradient(changed)),
-                "Documents of one packed row depend on each other: attention ignores the packing (position ids, "
-                "cu_seqlens; an all-ones mask may switch its detection off).",
-            )  # fmt: skip
-            return
-    yield LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row")
 
 
 def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:

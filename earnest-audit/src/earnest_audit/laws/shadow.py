@@ -2,8 +2,8 @@
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
-(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. Then log-ratios of single
-tokens are at ±100, and only the loss's value is judged: it is finite where float64 has one that this dtype can hold.
+(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. Then log-ratios are
+near 150 and -150, and only the loss's value is judged: it is finite where float64 has one that this dtype can hold.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
 Warns: (far out, where half of the gradient or more is there and it does not turn away) a form that loses digits only
@@ -25,6 +25,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law, Rows
 from earnest_audit.laws.finite_difference import float64_copy
+from earnest_audit.laws.inputs import far
 from earnest_audit.laws.pairs import can_be_swapped, swapped
 from earnest_audit.probe import Probe
 from earnest_audit.restore import put_back
@@ -33,7 +34,6 @@ from earnest_audit.verdict import Finding
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
 TRIED = 4  # of the last matrices
 FAR = 150.0  # nats: a probability that is 0 in fp32 and not in float64
-RATIO = 100.0  # nats: a ratio that overflows fp32 and not float64
 MARGINS = (3e4, 3e3, 3e2)  # for a β of 0.01, 0.1 and 1: 300 of it, where fp32 has no sigmoid left and float64 has
 SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is at its end by design
 LOST = 1e-2  # of the gradient: what rounding may change where log-probs or margins are large
@@ -124,18 +124,14 @@ def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
 
 
 def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
-    """Of each row the least likely token is RATIO more (by turns: less) likely than when it was sampled, to both
-    samplers. Loss values are compared, since the gradient of a clipped ratio that overflows is infinity times 0;
-    advantages are above 0, since a clip has no bound below."""
+    """Tokens far likelier (in half of the rows: unlikelier) than when they were sampled, by both samplers. Loss values
+    are compared, since the gradient of a clipped ratio that overflows is infinity times 0; advantages are above 0,
+    since a clip has no bound below."""
     step, away, subject = probe.step, dict(batch), "far ratios"
     if "advantages" in step.roles:
         away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
-    for times, role in enumerate((r for r in ("proximal", "behaviour") if r in step.roles), 1):
-        old: Tensor = batch[step.roles[role]]
-        rows, on = torch.arange(len(old), device=old.device), edits.taken(step, old, batch).reshape(len(old), -1) != 0
-        by = torch.zeros_like(on, dtype=old.dtype)
-        by[rows, old.reshape(on.shape).masked_fill(~on, math.inf).argmin(-1)] = RATIO * (2 * (rows % 2) - 1).to(old)
-        away[step.roles[role]] = (old + times * (by * on).reshape(old.shape)).clamp(max=-1e-6)
+    for role in (r for r in ("proximal", "behaviour") if r in step.roles):
+        away = far(step, away, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)
     with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
         shadow = probe.twin(torch.float64)
         theirs, mine = shadow.look(edits.lifted(away, torch.float64)).loss, probe.look(away).loss
