@@ -7,11 +7,12 @@ How: Each is changed or added; the gradient must stay the same within the step's
 in the tensors of wide, or in those that are guessed from their widths, which the verdict lists. Padding after a row
 that is attended to may change the gradient by a factor only, in a model that does not look ahead.
 Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
-factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
-accident (prompts beside completions) must not be padded with them: declare wide; where the guess fails and a narrower
-one holds, the row is "not declared". Per-token rewards that are 0 wherever they are masked may be summed without the
-mask. A term of the loss with a mask of its own declares it in masks. A pair without a token may give NaN; a score that
-is read where an answer ends declares chosen_attention and rejected_attention, and no masks.
+factor B/(B+1) is allowed; of a pair without any, only what stands in it must not matter. Left padding is added only
+where the batch has some. Tensors that have the rows' width by accident (prompts beside completions) must not be padded
+with them: declare wide; where the guess fails and a narrower one holds, the row is "not declared". Per-token rewards
+that are 0 wherever they are masked may be summed without the mask. A term of the loss with a mask of its own declares
+it in masks. A pair without a token may give NaN; a score that is read where an answer ends declares chosen_attention
+and rejected_attention, and no masks.
 Warns: (padding that is attended to) a row that is divided by prompt and answer on purpose, and an undeclared term over
 all tokens that are attended to (load balancing).
 Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask, answers that
