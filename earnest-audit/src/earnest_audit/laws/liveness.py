@@ -161,8 +161,8 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         + (f"; {some(offset)} cancels in every pair and trains nothing" if offset else ""),
         "all but those that may idle" if step.may_idle or heads else "all", not dead,
         f"No gradient reaches {some(dead)}. " + ("The learning rate is 0." if rate == 0 else
-        "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. What idles by design "
-        '(experts without a token, a bias that cancels in a difference): may_idle=("*.experts.*", "head.bias").'),
+        "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. Declare what idles "
+        'by design (experts without a token, a bias that cancels): may_idle=("*.experts.*", "head.bias").'),
     )  # fmt: skip
     if step.optimizer is None:
         yield LAW.not_declared("the parameters' bits", "optimizer=…")
