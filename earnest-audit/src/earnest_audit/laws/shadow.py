@@ -2,8 +2,8 @@
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
-(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. Then log-ratios are
-near 150 and -150, and only the loss's value is judged: it is finite where float64 has one that this dtype can hold.
+(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. Then log-ratios of
+single tokens are near 150 and -150, and only the loss's value is judged: finite, where this dtype can hold float64's.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
 Warns: (far out, where half of the gradient or more is there and it does not turn away) a form that loses digits only
@@ -124,14 +124,17 @@ def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
 
 
 def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
-    """Tokens far likelier (in half of the rows: unlikelier) than when they were sampled, by both samplers. Loss values
-    are compared, since the gradient of a clipped ratio that overflows is infinity times 0; advantages are above 0,
-    since a clip has no bound below."""
+    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled, by both
+    samplers. Loss values are compared, since the gradient of a clipped ratio that overflows is infinity times 0;
+    advantages are above 0, since a clip has no bound below."""
     step, away, subject = probe.step, dict(batch), "far ratios"
     if "advantages" in step.roles:
         away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
     for role in (r for r in ("proximal", "behaviour") if r in step.roles):
-        away = far(step, away, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)
+        old: Tensor = batch[key := step.roles[role]]
+        moved = far(step, batch, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)[key]
+        by = (moved - old).abs().reshape(len(old), -1)
+        away[key] = torch.where((by == by.amax(-1, keepdim=True)).reshape(old.shape), moved, old)
     with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
         shadow = probe.twin(torch.float64)
         theirs, mine = shadow.look(edits.lifted(away, torch.float64)).loss, probe.look(away).loss
