@@ -21,7 +21,6 @@ are divided by the length of prompt and answer
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from functools import partial
 
@@ -30,6 +29,7 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -129,11 +129,13 @@ def _attended(probe: Probe) -> Rows:
     LAW.needs(probe.afford(2, keep=8.0), ATTENDED, "not checked: the budget is spent")
     with probe.may_refuse(ATTENDED):
         found = probe.gradient({**step.batch, **shown})
-    factor, rest, holds = probe.scales(found, probe.gradient(), 0.0, math.inf)
+    # Of a model that scales something by a row's length (NEFTune's noise) a little more changes.
+    factor, rest, _ = probe.scales(found, probe.gradient(), 0.0, 1.0)
+    holds = rest <= (limit := max(NEAR, probe.tolerance))
     causal = holds or found.distance(probe.gradient({**step.batch, **shown, **other})) <= probe.tolerance
     LAW.needs(causal, ATTENDED, "the model attends to later tokens")
     yield LAW.doubtful(probe.fair(LAW.finding(
-        ATTENDED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}", f"up to {probe.tolerance:.2g}", holds,
+        ATTENDED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}", f"up to {limit:.2g}", holds,
         "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, prompt "
         "or tool output included, and not by its number of supervised tokens.",
     )))  # fmt: skip
