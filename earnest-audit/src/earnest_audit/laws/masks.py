@@ -91,9 +91,8 @@ def _padding(probe: Probe) -> Rows:
     step = probe.step
     paired = all(s in step.roles for s in edits.SIDES)
     sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
-    if not (edits.supervised(step) is not None or sides or edits.by_attention(step)) or (
-        step.value("ids") is None and not paired
-    ):
+    known = edits.supervised(step) is not None or sides or edits.by_attention(step)
+    if not known or (step.value("ids") is None and not paired):
         what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
         raise Ends(LAW.not_declared("more padding", what))
     LAW.needs(edits.readings(step) != [set()], "more padding", "no tensor is padded, by declaration")
@@ -163,8 +162,7 @@ def _masked_row(probe: Probe) -> Rows:
         MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"1× or {step.rows}/{step.rows + 1}×", holds and min(abs(factor - 1), abs(factor - least)) <= 0.02,
         "A row in which no loss is taken changes the gradient: some part of the loss ignores the mask, or a count has "
-        "something of that row. Where rows are coupled on purpose (a whitening of the batch), declare "
-        "rows_interact=True.",
+        "something of that row. Where rows are coupled on purpose (a whitening), declare rows_interact=True.",
     ))  # fmt: skip
 
 
