@@ -292,7 +292,7 @@ def _never_read(probe: Probe) -> Rows:
     except Exception:
         return  # some code takes plain dicts only
     if unread := ", ".join(k for k in others if k not in recording.accessed):
-        why = f"Where the loss should read it, declare the role of {unread}; else leave it out of the batch."
+        why = f"Declare the role of {unread} where the loss should read it, or leave it out of the batch."
         yield LAW.doubtful(LAW.finding(f"never read: {unread}", "the loss does not read it", "read", False, why))
 
 
