@@ -178,16 +178,17 @@ def rows_of(batch: Mapping[str, Any], rows: int, index: Tensor) -> Batch:
     return {k: take(v) for k, v in batch.items()}
 
 
-def add_masked_row(step: Step) -> Batch:
+def add_masked_row(step: Step, least: bool = False) -> Batch:
     """One more row in which the loss is taken nowhere: a copy of the one whose undeclared numbers are the largest, so
-    that they are seen if they enter the loss beside the mask; of the last where there are none."""
+    that they are seen if they enter the loss beside the mask; of the last where there are none. ``least``: of another
+    one."""
     rows, declared, size = torch.arange(step.rows), set(step.roles.values()), torch.zeros(step.rows)
     for key, value in step.batch.items():
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (step.rows,):
             norm = value.detach().cpu().float().reshape(step.rows, -1).norm(dim=-1)
             size += norm / norm.max().clamp_min(1e-30) if key not in declared else 0.0
-    copied = step.rows - 1 - size.flip(0).argmax().reshape(1)  # of equal ones the last
-    batch = take_rows(step, torch.cat([rows, copied]))
+    order = size.argsort(stable=True)
+    batch = take_rows(step, torch.cat([rows, order[:1] if least else order[-1:]]))
     for key, ignored in _ignored(step).items():
         batch[key] = batch[key].clone()
         batch[key][-1] = ignored
@@ -196,7 +197,7 @@ def add_masked_row(step: Step) -> Batch:
 
 def _ignored(step: Step) -> dict[str, int]:
     """Masks and labels of the batch, with the value that takes a place out of the loss."""
-    values = {"mask": 0, "labels": step.ignore_index}
+    values = {"mask": 0, "labels": step.ignore_index, **{f"{s}_mask": 0 for s in SIDES}}
     declared = {step.roles[role]: value for role, value in values.items() if role in step.roles}
     return declared | dict.fromkeys(step.masks, 0)
 
@@ -207,7 +208,7 @@ def pad(
     """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` (by default those that are
     declared or guessed). Integers without a role repeat the edge; ``new``: are other ones than any in the batch."""
     keys = readings(step)[0] if keys is None else keys
-    zeros = ("attention", *(f"{s}_{what}" for s in SIDES for what in ("mask", "attention")))
+    zeros = ("attention", *(f"{s}_attention" for s in SIDES))
     fill = _ignored(step) | {step.roles[r]: 0 for r in zeros if r in step.roles}
     if by_attention(step):  # a loss may also recognise padding by its id
         ids, shown = step.roles["ids"], step.roles["attention"]
@@ -298,15 +299,16 @@ def _widths(step: Step) -> set[int]:
 
 def in_place(step: Step) -> bool:
     """Whether labels stand where their tokens do, so that the loss shifts them."""
-    return _labels_are(step, 0)
+    return labels_are(step, 0)
 
 
 def ahead(step: Step) -> bool:
     """Whether labels stand where they are predicted: each is the next token."""
-    return _labels_are(step, 1)
+    return labels_are(step, 1)
 
 
-def _labels_are(step: Step, shift: int) -> bool:
+def labels_are(step: Step, shift: int) -> bool:
+    """Whether every label is the token ``shift`` places on."""
     ids, labels = step.value("ids"), step.value("labels")
     if ids is None or labels is None or ids.shape != labels.shape or step.roles["ids"] == step.roles["labels"]:
         return False

@@ -48,6 +48,11 @@ class Reporter:
     def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:
         return Finding(self.code, subject, why, "-", "not applicable", meaning)
 
+    def needs(self, given: object, subject: str, why: str, meaning: str = "") -> None:
+        """Ends the law, or this part of it, where something is not given."""
+        if not given:
+            raise Ends(self.not_applicable(subject, why, meaning))
+
     def not_declared(self, subject: str, what: str) -> Finding:
         """``what`` is the declaration that is missing."""
         return not_declared(self.code, subject, what)

@@ -102,7 +102,8 @@ class Step:
     ``logprobs``   fn(model, batch) -> log-probs like ``behaviour``: switches on the on-policy laws; for preferences
                    a pair of tensors [P]: the sequence log-probs (or averages) that are compared
     ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form
-    ``reference``  fn() -> the reference policy's log-probs: they must not change when the policy does
+    ``reference``  fn() -> the reference policy's log-probs: they must not change when the policy does. It is called
+                   before that; one that is copied from the policy at its first call is for ``FirstCall``
     ``settings``   name -> ``Setting(value, kind, …)``, or a plain value whose kind is guessed from its name
     ``metrics``    name -> ``Metric(low, high, moves, neutral, weight, raises)``, or (low, high) alone
     ``paths``      other functions with the loss's signature, or ``Backward(fn)``, that claim the same gradient

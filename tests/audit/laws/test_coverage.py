@@ -358,3 +358,10 @@ def test_answers_that_branch_off_one_prompt_share_its_last_output(cut: bool) -> 
     )  # fmt: skip
     found = outcomes(step, coverage.LAW)
     assert found.get("every supervised position", "holds") == ("fails" if cut else "holds"), found
+
+
+def test_prompts_that_are_supervised_on_purpose_are_declared() -> None:
+    step = sft_step()
+    step.batch = {**step.batch, "labels": torch.where(step.batch["attention"] == 1, step.batch["ids"], -100)}
+    (row,) = audit(step, laws=[coverage.LAW]).failures
+    assert row.subject == "supervised share" and "all_supervised=True" in row.meaning

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Step, audit
+from earnest_audit import Metric, Setting, Step, audit
 from earnest_audit.laws import finite_difference
 from earnest_audit.verdict import Finding
 from tests.audit.steps import ROWS, Tiny, distill_step, token_batch
@@ -87,3 +88,22 @@ def test_a_float64_copy_that_rounds_to_fp32_is_given_a_longer_step(detached: boo
         (row,) = audit(step, laws=[finite_difference.LAW]).findings
         outcomes.append(row.outcome)
     assert outcomes == ["fails" if detached else "holds"] * 6
+
+
+@pytest.mark.parametrize("named", [False, True])
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_light_term_is_checked_by_itself(whole: bool, named: bool) -> None:
+    """A penalty whose second factor is detached: half of its slope, at a thousandth of the loss."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], z: float) -> Any:
+        student, teacher = both(model, batch)
+        size = model(batch["ids"], batch["attention"])[:, :-1].logsumexp(-1)
+        penalty = mean(size * (size if whole else size.detach()), batch)
+        kl = mean(F.kl_div(student, teacher, log_target=True, reduction="none").sum(-1), batch)
+        return kl + z * penalty, {"penalty": penalty}
+
+    declared = {"metrics": {"penalty": Metric(weight="z")}} if named else {}
+    step = replace(step_of(sum), loss=loss, settings={"z": Setting(1e-3, "weight")}, **declared)
+    found = rows(audit(step, laws=[finite_difference.LAW]).findings)
+    assert found.pop(f"term {'penalty' if named else 'z'} along its own gradient") == ("holds" if whole else "fails")
+    assert found == {"loss along its own gradient": "holds"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, audit
 from earnest_audit.laws import shadow
-from tests.audit.steps import Tiny, dpo_step, sft_loss, sft_step
+from tests.audit.steps import Tiny, dpo_step, logprobs, policy_step, sft_loss, sft_step
 
 
 def shadowed(change: Callable[[Any], Any], loss: Any = sft_loss) -> list[str]:
@@ -122,3 +123,22 @@ def test_a_step_whose_last_place_decides_is_not_judged() -> None:
     step = Step(model=nn.Linear(16, 4).bfloat16(), loss=loss, batch={"x": x})
     found = {f.subject: f for f in audit(step, laws=[shadow.LAW]).findings}["the batch"]
     assert found.outcome == "not applicable" and "moves the float64 gradient itself" in found.measured, found
+
+
+def test_ratios_that_overflow() -> None:
+    """r / (1 + r) is NaN where r overflows; PPO's clip, a sigmoid and a capped weight are not."""
+
+    def outcome(of: Callable[[Tensor, Tensor], Tensor]) -> str | None:
+        def loss(model: nn.Module, batch: Any, beta: float, clip: float) -> Tensor:
+            value = of(logprobs(model, batch) - batch["old"], batch["advantages"][:, None])
+            return -(value * batch["mask"]).sum() / batch["mask"].sum()
+
+        step = replace(policy_step(loss), metrics={}, value_is_loss=False)
+        return {f.subject: f.outcome for f in audit(step, laws=[shadow.LAW]).findings}["far ratios"]
+
+    assert outcome(lambda x, a: x.exp() / (1 + x.exp()) * a) == "fails"
+    assert outcome(lambda x, a: x.exp() * (x.exp().detach() < 2) * a) == "fails"  # a rejected token: inf · 0
+    assert outcome(lambda x, a: torch.where(x < 1, x.exp(), 0.0) * a) == "holds"
+    assert outcome(lambda x, a: x.sigmoid() * a) == "holds"
+    assert outcome(lambda x, a: torch.minimum(x.exp() * a, x.exp().clamp(0.8, 1.2) * a)) == "holds"
+    assert outcome(lambda x, a: x.exp() * a) == "not applicable"  # no fp32 number is as large

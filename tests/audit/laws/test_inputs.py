@@ -124,7 +124,7 @@ def test_labels_that_are_shifted_before_packing_have_their_context_in_their_docu
 def test_what_is_neither_declared_nor_read_is_reported() -> None:
     step = sft_step()
     step.batch = {**step.batch, "position_ids": step.batch["ids"] * 0}
-    assert rows(audit(step, laws=[inputs.LAW]).findings)["never read: position_ids"] == "not declared"
+    assert rows(audit(step, laws=[inputs.LAW]).findings)["never read: position_ids"] == "warns"
     assert "Declare the role of position_ids" in str(audit(step, laws=[inputs.LAW])), "a line below the table"
     for whole in (lambda b: {**b}, dict, lambda b: b | {}, lambda b: b.copy()):
         step.loss = lambda model, batch, whole=whole: sft_loss(model, whole(batch))

@@ -302,3 +302,20 @@ def test_a_critics_output_bias_cancels_and_a_layer_without_a_gradient_fails(dead
     verdict = audit(Step(model, loss, {"real": torch.randn(4, 3), "fake": torch.randn(4, 3)}), laws=[liveness.LAW])
     assert verdict.holds != dead, str(verdict)
     assert any("2.bias" in f.meaning for f in verdict.warnings)
+
+
+def test_a_loss_without_a_graph_leaves_every_parameter_dead() -> None:
+    """A container of layers is not called itself, and is no head of another loss."""
+
+    class Stacked(Tiny):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList([nn.Linear(VOCABULARY, VOCABULARY)])
+
+        def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+            return self.layers[0](super().forward(ids, attention))
+
+    step = sft_step(lambda model, batch: sft_loss(model, batch)[0].detach())
+    step.model, step.optimizer = Stacked(), None
+    (row,) = (f for f in audit(step, laws=[liveness.LAW]).failures if f.subject.endswith("trainable parameters"))
+    assert row.expected == "all" and "idle" not in row.measured and "may_idle" in row.meaning, row

@@ -26,6 +26,7 @@ from tests.audit.steps import (
     logprobs,
     policy_batch,
     policy_step,
+    sequence_logprobs,
     sft_loss,
     sft_step,
     token_batch,
@@ -140,6 +141,7 @@ def test_columns_and_a_row_at_once_are_told_apart(by: str) -> None:
     found = {f.subject: f for f in audit(step, laws=[masks.LAW]).findings}
     assert found["3 more columns of padding on the right"].outcome == ("fails" if by == "width" else "holds")
     assert found[masks.MASKED].outcome == ("fails" if by == "at least one each" else "holds")
+    assert by != "width" or "wide=()" in found["3 more columns of padding on the right"].meaning
     assert found[masks.MASKED].expected == f"1× or {step.rows}/{step.rows + 1}×"
 
 
@@ -173,7 +175,8 @@ def pair_step(average: str = "answer", attention: bool = True, dtype: torch.dtyp
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_right_pair_holds(dtype: torch.dtype) -> None:
     found = outcomes(pair_step(dtype=dtype))
-    assert set(found.values()) == {"holds"} and len(found) == 3, found
+    assert found.pop(masks.ATTENDED) == "not applicable"  # no row ends with padding
+    assert set(found.values()) == {"holds"} and len(found) == 4, found
 
 
 def test_pairs_that_are_averaged_over_their_width() -> None:
@@ -383,3 +386,67 @@ def test_more_padding_is_not_checked_where_nothing_is_ever_padded() -> None:
     step = sft_step()
     rows = {f.subject: f.outcome for f in audit(replace(step, wide=()), laws=[masks.LAW]).findings}
     assert rows["more padding"] == "not applicable" and not any("columns of padding" in subject for subject in rows)
+
+
+@pytest.mark.parametrize(
+    ("divided", "dtype", "expected"),
+    [
+        ("by the whole row", torch.float32, "warns"),
+        ("by the whole row", torch.bfloat16, "warns"),
+        ("by the answer", torch.float32, "holds"),
+        ("by the answer", torch.bfloat16, "holds"),
+        ("by all answers", torch.float32, "holds"),
+        ("by all answers", torch.bfloat16, "holds"),
+    ],
+)
+def test_a_row_is_not_divided_by_its_prompt(divided: str, dtype: torch.dtype, expected: str) -> None:
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        on = (batch["labels"][:, 1:] != -100).float()
+        lp = logprobs(model, batch) * on
+        if divided == "by all answers":
+            return -lp.sum() / on.sum()
+        size = batch["attention"].sum(-1) if divided == "by the whole row" else on.sum(-1).clamp(min=1)
+        return -(lp.sum(-1) / size).mean()
+
+    assert outcomes(sft_step(loss, dtype=dtype))[masks.ATTENDED] == expected
+
+
+def test_a_model_that_attends_to_later_tokens_is_not_checked() -> None:
+    class Both(Tiny):
+        def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+            x = self.embed(ids)
+            seen = torch.ones_like(ids) if attention is None else attention
+            mean = (x * seen[..., None]).sum(1, keepdim=True) / seen.sum(1)[:, None, None]
+            return self.head(torch.tanh(x + self.out(mean)))
+
+    assert outcomes(replace(sft_step(), model=Both(), optimizer=None))[masks.ATTENDED] == "not applicable"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_pair_without_a_token(masked: bool, dtype: torch.dtype) -> None:
+    """Weights without a role that stand in for the mask: a pair whose masks are 0 is still learned."""
+
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        sides = []
+        for side in ("chosen", "rejected"):
+            row = {"ids": batch[side], "attention": batch[f"{side}_attention"]}
+            weight = batch[f"{side}_weight"] * (batch[f"{side}_mask"] if masked else 1)
+            sides.append((logprobs(model, row) * weight).sum(-1))
+        return -F.logsigmoid(beta * (sides[0] - sides[1])).mean()
+
+    step = dpo_step(loss, dtype=dtype)
+    weights = {f"{side}_weight": 0.5 + step.batch[f"{side}_mask"] / 2 for side in ("chosen", "rejected")}
+    weights = {k: w * step.batch[k.replace("weight", "mask")] for k, w in weights.items()}
+    found = outcomes(replace(step, batch={**step.batch, **weights}, metrics={}))
+    assert found[masks.MASKED] == ("holds" if masked else "fails"), found
+
+
+def test_the_content_of_a_masked_pair_where_terms_have_counts_of_their_own() -> None:
+    """A mean over pairs beside one over tokens: one more pair changes their ratio, and what stands in it nothing."""
+
+    def loss(model: nn.Module, batch: Data, beta: float) -> Tensor:
+        chosen, rejected = sequence_logprobs(model, batch)
+        return -F.logsigmoid(beta * (chosen - rejected)).mean() - chosen.sum() / batch["chosen_mask"].sum()
+
+    assert outcomes(replace(dpo_step(loss), metrics={}))[masks.MASKED] == "holds"

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, audit
 from earnest_audit.laws import documents
-from tests.audit.steps import LENGTH, ROWS, VOCABULARY, Tiny, logprobs
+from tests.audit.steps import LENGTH, ROWS, VOCABULARY, WIDTH, Tiny, logprobs
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -127,3 +127,86 @@ def test_a_signal_that_is_averaged_over_the_whole_row(heeded: bool, row: str) ->
     named = {"behaviour": "old", **roles({k: v for k, v in batch.items() if k != "old"})}
     found = outcomes(Step(model=model, loss=loss, batch=batch, roles=named))
     assert found[documents.PACKED] == ("holds" if heeded else "fails")
+
+
+class Absolute(nn.Module):
+    """Absolute positions; inside a document, the mean of what came before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.place = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
+        self.head = nn.Linear(2 * WIDTH, VOCABULARY)
+
+    def forward(self, ids: Tensor, positions: Tensor, documents: Tensor) -> Tensor:
+        x = self.embed(ids) + self.place(positions)
+        seen = (documents[:, :, None] == documents[:, None]).tril().to(x.dtype)
+        return self.head(torch.tanh(torch.cat([x, seen @ x / seen.sum(-1, keepdim=True)], -1)))
+
+
+def placed_step(again: bool, dtype: torch.dtype) -> Step:
+    model, batch = Absolute().to(dtype), packed_batch()
+    batch["labels"] = torch.where((AT < 2) | ((AT >= STARTS) & (AT < STARTS + 2)), -100, batch["ids"])
+    batch["positions"] = torch.where(AT >= STARTS, AT - STARTS, AT) if again else AT.expand(ROWS, LENGTH).clone()
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        logits = model(batch["ids"], batch["positions"], batch["documents"])[:, :-1]
+        return F.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
+
+    return Step(model=model, loss=loss, batch=batch, roles=roles(batch))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("again", [False, True])
+def test_positions_begin_again_with_a_document(again: bool, dtype: torch.dtype) -> None:
+    found = outcomes(placed_step(again, dtype))
+    assert found[documents.AGAIN] == ("holds" if again else "fails")
+    assert found[documents.PACKED] == found[documents.FIRST] == "holds"
+
+
+def returns(rewards: Tensor, values: Tensor, on: Tensor, last: Tensor, fade: float = 0.9) -> Tensor:
+    """Advantages by discounted sums from the end; where ``last`` is 1, nothing comes from after."""
+    total = after = torch.zeros(len(rewards))
+    found = []
+    for t in reversed(range(rewards.shape[1])):
+        going = 1 - last[:, t]
+        fresh = rewards[:, t] + fade * after * going - values[:, t] + fade * fade * total * going
+        total = torch.where(on[:, t] > 0, fresh, total)
+        after = torch.where(on[:, t] > 0, values[:, t], after)
+        found.append(total * on[:, t])
+    return torch.stack(found[::-1], 1)
+
+
+def returns_step(ended: bool, count: int) -> Step:
+    """``count`` documents a row; a defect of recurrent PPO and of packed rollouts."""
+    model = Tiny()
+    ids = torch.randint(1, VOCABULARY, (2, 12), generator=torch.Generator().manual_seed(0))
+    size = 12 // count
+    at = torch.arange(12)
+    batch: dict[str, Tensor] = {
+        "ids": ids,
+        "documents": (at // size)[None].expand(2, -1).clone(),
+        "mask": (at[1:] % size >= 2).float()[None].expand(2, -1).clone(),
+    }
+    rng = torch.Generator().manual_seed(1)
+    batch["values"], batch["rewards"] = (torch.randn(2, 11, generator=rng) * batch["mask"] for _ in range(2))
+    batch["old"] = logprobs(model, batch).detach() - 0.02
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        document = batch["documents"][:, 1:]
+        last = F.pad((document[:, 1:] != document[:, :-1]).float(), (0, 1), value=1.0)
+        ends = last if ended else torch.zeros_like(last)
+        a = returns(batch["rewards"], batch["values"], batch["mask"], ends)
+        ratio = (logprobs(model, batch) - batch["old"]).exp()
+        return -(torch.minimum(ratio * a, ratio.clamp(0.8, 1.2) * a) * batch["mask"]).sum() / batch["mask"].sum()
+
+    return Step(
+        model=model, loss=loss, batch=batch, family="policy gradient", value_is_loss=True,
+        roles={"behaviour": "old", **roles({k: v for k, v in batch.items() if k != "old"})},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("ended", [False, True])
+def test_returns_end_with_their_document(ended: bool, count: int) -> None:
+    assert outcomes(returns_step(ended, count))[documents.PACKED] == ("holds" if ended else "fails")

@@ -175,3 +175,12 @@ def test_an_end_that_is_clamped_trains_nothing() -> None:
     for loss, seen in ((clamped, True), (ends, False)):
         found = rows(audit(step_of(loss, settings={"beta": 1.0}), laws=[knobs.LAW]).findings)
         assert (found.get("setting beta, its present value") == "fails") == seen and found["setting beta"] == "holds"
+
+
+@pytest.mark.parametrize("heeded", [False, True])
+def test_an_inert_option_may_be_a_text(heeded: bool) -> None:
+    def loss(model: nn.Module, batch: Data, kernel: str) -> Tensor:
+        return sft_loss(model, batch)[0] ** (2 if heeded and kernel == "eager" else 1)
+
+    step = sft_step(loss, settings={"kernel": Setting("fused", "inert", modes=("eager",))})
+    assert outcome(step, knobs.LAW, "setting kernel") == ("fails" if heeded else "holds")

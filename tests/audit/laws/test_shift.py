@@ -210,3 +210,16 @@ def test_a_model_that_is_not_given_the_ids() -> None:
         return shifting(model, {**batch, "ids": batch["attention"], "attention": batch["ids"]}, batch["labels"])
 
     assert outcomes(sft_step(loss))[shift.BEFORE] == "fails"
+
+
+@pytest.mark.parametrize(("by", "outcome"), [(1, "holds"), (2, "fails")])
+def test_labels_that_are_the_token_after_the_next_one(by: int, outcome: str) -> None:
+    """Windows (x, y) of one text, as pre-training loops cut them: no declared place shows the shift but the values."""
+    text = torch.randint(1, 23, (ROWS, 14), generator=torch.Generator().manual_seed(0))
+    batch = {"ids": text[:, :12], "labels": text[:, by : by + 12]}
+
+    def loss(model: nn.Module, batch: Data) -> Tensor:
+        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    found = outcomes(Step(Tiny(), loss, batch, {k: k for k in batch}, all_supervised=True))
+    assert found[shift.BEFORE] == outcome, found

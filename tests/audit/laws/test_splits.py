@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -348,3 +349,17 @@ def test_a_term_of_several_means_over_undeclared_counts(fault: str | None, expec
     settings = {"weight": Setting(0.3, "weight")}
     found = outcomes(Step(model=step.model, loss=loss, batch=batch, roles=roles, settings=settings))
     assert found[PARTS] == expected, found
+
+
+def test_a_whitening_without_a_declaration_fails_with_the_way_out() -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Tensor:
+        a = batch["advantages"]
+        a, lp = ((a - a.mean()) / a.std())[:, None], logprobs(model, batch)
+        each = lp.square() - (lp - batch["old"]).exp() * a  # the first part is not scaled
+        return (each * batch["mask"]).sum() / batch["mask"].sum()
+
+    step = replace(policy_step(loss), metrics={})
+    rows = {f.subject: f for f in audit(step, laws=[splits.LAW, masks.LAW]).failures}
+    assert set(rows) == {splits.TWICE, masks.MASKED}, rows
+    assert all("rows_interact=True" in row.meaning for row in rows.values())
+    assert audit(replace(step, rows_interact=True), laws=[splits.LAW, masks.LAW]).holds

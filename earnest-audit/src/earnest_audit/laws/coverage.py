@@ -2,8 +2,9 @@
 
 Needs: roles mask or labels; ids and tokenizer to show the span
 How: At each module's output that is nearest to the loss and has the rows, as many positions of a row have a gradient as
-tokens of it are supervised, apart from a first one that nothing predicts. Where no output shows that (a fused loss, a
-term on other tokens), some are supervised alone, and the row is "a sample of supervised positions".
+tokens of it are supervised, apart from a first one that nothing predicts. The step as it is decides wherever such an
+output shows it. Where none does, the declared terms at 0 decide (a term may be taken on other tokens); where none does
+then (a fused loss), some tokens are supervised alone, and the row is "a sample of supervised positions".
 Exceptions: A clipped token has a zero gradient by design, so it needs one in one of several states: the opposite
 advantages (or rewards), wide bounds, ratio 1; for a critic, returns far above and below. Rows and tokens of weight or
 advantage 0 are left out, and rows without any gradient. A loss that drops tokens on purpose declares drops_tokens=True.
@@ -55,7 +56,8 @@ def check(probe: Probe) -> Rows:
         "not declared" if unknown else share > 0 and (share < 1 or not prompts),
         "Everything is supervised. Declare all_supervised=True if the prompts are meant to be, or False if not."
         if unknown
-        else "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span.",
+        else "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span. "
+        "Where all tokens are meant to be supervised (pre-training), declare all_supervised=True.",
     )  # fmt: skip
     if share > 0:
         yield _every_position(probe, on)
@@ -160,21 +162,22 @@ def _sure(step: Step, on: Tensor, prefixed: bool = False) -> Tensor:
     return sure
 
 
-def _by_trial(probe: Probe, flat: Tensor, aside: str) -> Finding:
+def _by_trial(probe: Probe, sure: Tensor, aside: str) -> Finding:
     """Alone, for either sign of the advantages: the first and the last token of a row, and the last of another."""
-    step, count, dropped = probe.step, int(flat.sum()), probe.step.drops_tokens
-    alone = {"labels", "behaviour", "teacher"} & step.roles.keys() and "rewards" not in step.roles
-    if not (alone or step.kind == "sft"):
+    step, count, dropped = probe.step, int(sure.sum()), probe.step.drops_tokens
+    has_token_signal = {"labels", "behaviour", "teacher"} & step.roles.keys() and "rewards" not in step.roles
+    if not (has_token_signal or step.kind == "sft"):
         return LAW.not_declared(POSITIONS, "labels, or a signal with one value per token")
     if not count or not step.empty_rows:
         return LAW.not_applicable(POSITIONS, ("one token alone leaves rows without any" if count else NONE) + aside)
     both = [b for b in (dict(step.batch), edits.opposite(step, step.batch)) if b is not None]
     width = max(step.batch[step.roles[r]].shape[1] for r in ("mask", "labels") if r in step.roles)
-    rows = [(row, (flat[row].nonzero()[:, 0] - flat.shape[1]).tolist()) for row in flat.any(-1).nonzero()[:ROWS, 0]]
-    asked = [("first", *rows[0], 0), *(("last", row, places, -1) for row, places in rows)]
+    rows = [(row, (sure[row].nonzero()[:, 0] - sure.shape[1]).tolist()) for row in sure.any(-1).nonzero()[:ROWS, 0]]
+    samples = [("first", *rows[0], 0), *(("last", row, places, -1) for row, places in rows)]
     found: dict[str, bool] = {}
-    for what, row, places, end in asked if probe.afford(2 * len(asked), keep=8.0) else asked[:1]:  # later laws need it
-        keep = flat.new_zeros(len(flat), width)
+    samples = samples if probe.afford(2 * len(samples), keep=8.0) else samples[:1]  # the rest is for later laws
+    for what, row, places, end in samples:
+        keep = sure.new_zeros(len(sure), width)
         keep[row, places[end]] = True  # from the right, where all masks are aligned
         with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
             lengths = (probe.gradient(edits.only(step, batch, keep)).norm() for batch in both)

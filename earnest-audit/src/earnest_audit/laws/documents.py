@@ -1,19 +1,23 @@
 """MI-PACKED: Documents in one packed row are independent: ids and signals of the others do not matter, and a document's
 first token is not a target.
 
-other documents     every second document of a row is supervised: ids and signals of the others do not matter
+other documents     g(a, b) - g(a', b) = g(a, b') - g(a', b') of ids and signals a of one document and b of the next
 first tokens        a document's first token is not predicted from the document before it
-reordered tokens    g(a, b) - g(a', b) = g(a, b') - g(a', b'), where the step makes its labels from the ids
+positions           a document's positions begin again, or only their distances matter
 
-Needs: roles documents and ids; mask or labels where the batch has them
-How: Every second document is supervised while the others are changed; then only first tokens are supervised. Without a
-mask and labels, tokens of every second document, of the others, and of both are reordered.
+Needs: roles documents and ids; mask or labels where the batch has them; positions
+How: Ids and signals of every second document, of the others, and of both are changed; then only first tokens are
+supervised; then positions are counted from each document's start.
 Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
-a row (a balance loss) is declared with its weight, or rows_interact=True.
-Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613
+a row (a balance loss) is declared with its weight, or rows_interact=True (of one row alone that means that the code
+takes no more).
+Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613, GAE that runs on across packed documents
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,76 +27,64 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.probe import Probe
 
 PACKED, FIRST = "another document in the packed row", "documents' first tokens"
+AGAIN = "positions that begin again"
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
     documents, ids, on = step.batch[step.roles["documents"]], step.batch[step.roles["ids"]], edits.supervised_wide(step)
-    if documents.shape != ids.shape or (on is None and edits.supervised(step) is not None):
-        raise Ends(LAW.not_applicable(PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit"))
+    fit = documents.shape == ids.shape and (on is not None or edits.supervised(step) is None)
+    LAW.needs(fit, PACKED, f"documents {tuple(documents.shape)}, ids and the mask do not fit")
     begins = edits.begins(documents)
-    if not bool(begins.any()):
-        raise Ends(LAW.not_applicable(PACKED, "every row is one document"))
-    if on is None:
-        yield from _reordered(probe, begins, ids)
-    else:
-        yield from probe.tried({PACKED: _others(probe, begins, on), FIRST: _first(probe, begins, on)})
+    LAW.needs(begins.any(), PACKED, "every row is one document")
+    parts = {PACKED: _additive(probe, begins, ids, on), AGAIN: _again(probe, begins)}
+    yield from probe.tried(parts if on is None else {**parts, FIRST: _first(probe, begins, on)})
 
 
-def _reordered(probe: Probe, begins: Tensor, ids: Tensor) -> Rows:
-    """A document's tokens move by one place; its first and last ones stay where all have the same (BOS, EOS)."""
-    step, number, moved, free = probe.step, begins.long().cumsum(-1), ids.clone(), torch.ones_like(begins)
-    starts = torch.cat([torch.ones_like(begins[:, :1]), begins[:, 1:]], 1)
-    for shift in (0, -1):
-        if len(ids[begins.roll(shift, dims=-1)].unique()) == 1:
-            free &= ~starts.roll(shift, dims=-1)
-    for row, n in {(row, n) for row, line in enumerate(number.tolist()) for n in line}:
-        place = (number[row] == n) & free[row]
-        moved[row, place] = ids[row, place].roll(1)
-    batches = [{**step.batch, step.roles["ids"]: torch.where(turn, moved, ids)} for turn in
-               (number < 0, number % 2 == 0, number % 2 == 1, number >= 0)]  # fmt: skip
-    whole, first, second, both = (probe.gradient(batch, probe.quiet) for batch in batches)
-    if step.rows_interact or step.drops_tokens or min(map(whole.distance, (first, second))) <= probe.tolerance:
-        raise Ends(LAW.not_applicable(PACKED, "tokens interact by declaration, or their order does not matter"))
-    left = whole.minus(first).minus(second.minus(both)).norm() / max(whole.norm(), both.norm())
+def _again(probe: Probe, begins: Tensor) -> Rows:
+    """Where positions run on through a row, they matter only as distances (rotary embeddings)."""
+    positions = probe.step.value("positions")
+    if positions is None or positions.shape != begins.shape:
+        return
+    starts = torch.where(begins, torch.arange(begins.shape[1], device=begins.device), 0).cummax(-1).values
+    again = positions - positions.gather(-1, starts) + positions[:, :1]
     yield probe.same(
-        PACKED, left,
-        "What a document's tokens change depends on the other documents of the packed row: labels are shifted over the "
-        "whole row, so that a first token is predicted from another document, or attention does not know the packing.",
-        rows=True, what="reordered tokens of one move the others' part by {} of the gradient",
+        AGAIN, probe.change({**probe.step.batch, probe.step.roles["positions"]: again}),
+        "A document has another gradient where its positions begin again: in the batch they run on from the document "
+        "before it, and the model reads them as absolute positions.",
+        what="counted from each document's start, they moved the gradient by {}",
     )  # fmt: skip
 
 
-def _others(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
-    """Every second document of a row is supervised, and the others are changed. Attention leaks forwards only; returns
-    that are summed from the end leak backwards, so where there are signals the others are supervised, too."""
-    step, number = probe.step, begins.long().cumsum(-1)
-    # A document's first token is predicted from another document's last: edges are not supervised.
-    edges = begins if edits.in_place(step) else begins | begins.roll(1, dims=-1) | begins.roll(-1, dims=-1)
-    inside = on & ~edges & (number[:, -1:] > 0)
-    signals = [r for r in edits.PER_TOKEN if r in step.roles and edits.fitting(step, r) is not None]
-    key, changes = step.roles["ids"], list[float]()
-    ids: Tensor = step.batch[key]
-    for turn in (1, 0):
-        batch, others = edits.only(step, step.batch, inside & (number % 2 == turn)), number % 2 != turn
-        if changes and not signals:
-            break
-        before = probe.gradient(batch)
-        if before.norm() > 0:
-            changed = {**batch, key: edits.other_ids(step, ids, others & (ids >= 0))}
-            for salt, role in enumerate(signals):
-                old: Tensor = step.batch[step.roles[role]]
-                there = edits.fit(others, old)
-                assert there is not None  # rewards only where there are some: they may be summed without a mask
-                there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
-                changed = edits.perturb(step, changed, role, edits.generator(step, 700 + salt), where=there)
-            changes.append(before.distance(probe.gradient(changed)))
-    if not changes:
-        raise Ends(LAW.not_applicable(PACKED, "no loss is taken inside a document that shares its row"))
+def _additive(probe: Probe, begins: Tensor, ids: Tensor, on: Tensor | None) -> Rows:
+    """g(a, b) - g(a', b) = g(a, b') - g(a', b'), a and b being every second document and the others. No mask is
+    changed: a sum that skips masked tokens carries on behind them. First and last tokens stay where they are no targets
+    of another document, or where all documents have the same (BOS, EOS)."""
+    step, odd, free = probe.step, begins.long().cumsum(-1) % 2 == 1, ids >= 0
+    batches: list[Mapping[str, Any]] = [step.batch]
+    signals = [r for r in edits.PER_TOKEN if edits.fitting(step, r) is not None]
+    for edge in (begins, begins.roll(-1, dims=-1)):
+        if on is not None or len(ids[edge].unique()) == 1:
+            free &= ~edge
+    for where in (odd, ~odd, torch.ones_like(odd)):
+        batch = {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where & free)}
+        for salt, role in enumerate(signals):
+            there = edits.fit(where, old := step.batch[step.roles[role]])
+            assert there is not None  # rewards only where there are some: they may be summed without a mask
+            there = there.expand_as(old) & ((old != 0) | (role != "rewards"))
+            batch = edits.perturb(step, batch, role, edits.generator(step, 700 + salt), where=there)
+        batches.append(batch)
+    whole, first, second, both = (probe.gradient(batch, probe.quiet) for batch in batches)
+    coupled = (step.rows_interact and step.rows > 1) or step.drops_tokens or "group" in step.roles
+    moves = min(map(whole.distance, (first, second))) > probe.tolerance
+    LAW.needs(moves and not coupled, PACKED, "tokens interact by declaration, or what is changed does not matter")
+    left = whole.minus(first).minus(second.minus(both)).norm() / max(g.norm() for g in (whole, first, second, both))
     yield probe.same(
-        PACKED, max(changes),
-        "Documents of one packed row depend on each other. Either attention does not know the packing (position ids, "
-        "cu_seqlens; an all-ones mask may switch its detection off), or a signal is summed along the whole row.",
+        PACKED, left,
+        "What changes in one document depends on another one of its row: attention ignores the packing, labels are "
+        "shifted over the whole row, a mean is taken over it, or returns do not stop where a document ends. (Whitened "
+        "over the batch on purpose: rows_interact=True.)",
+        rows=True, what=f"{', '.join(['ids', *signals])} of one move the others' part by {{}} of the gradient",
     )  # fmt: skip
 
 
@@ -102,14 +94,14 @@ def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
     ids, labels, mask = step.value("ids"), step.value("labels"), step.value("mask")
     assert ids is not None
     ahead = edits.ahead(step)
-    if not (ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])):
-        raise Ends(LAW.not_applicable(FIRST, "it is not known which label belongs to which token"))
+    known = ahead or edits.in_place(step) or (labels is None and mask is not None and mask.shape[1] < ids.shape[1])
+    LAW.needs(known, FIRST, "it is not known which label belongs to which token")
     keep = on & (begins.roll(-1, dims=-1) if ahead else begins)
     shown = ids[begins & (keep.roll(1, dims=-1) if ahead else keep)].unique()
     if len(shown) == 0:
         raise Ends(LAW.finding(FIRST, "none is supervised", "no gradient", True))
-    if len(shown) == 1:  # learning that it follows an end is harmless, and often intended
-        raise Ends(LAW.not_applicable(FIRST, "all documents begin with the same token"))
+    # To learn that it follows an end is harmless, and often intended.
+    LAW.needs(len(shown) > 1, FIRST, "all documents begin with the same token")
     there = probe.gradient(edits.only(step, step.batch, keep), probe.quiet)
     left = there.norm() / max(probe.gradient().norm(), 1e-300) if there.finite() else 0.0  # 0/0: nothing is left
     yield probe.vanishes(

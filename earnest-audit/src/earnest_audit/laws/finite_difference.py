@@ -5,12 +5,13 @@
 Needs: value_is_loss=True for policy gradients and self-distillation; SFT, divergences from a role teacher and
 preferences are taken to be so
 How: Central differences along the gradient, from a perturbed, off-policy state, in a float64 copy of the model where
-one can be run, at several step lengths; the best one counts (a clip has corners). Then each declared term by itself, at
-a thousand times its weight; then with dropout on, every evaluation from one seed, so that all draw the same masks.
+one can be run, at several step lengths; the best one counts (a clip has corners). Then each term whose weight is
+declared, at a thousand times its weight; then with dropout on, every evaluation from one seed, so that all draw the
+same masks.
 Exceptions: Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO), for adapters with a
 detached factor (DoRA's norm) and for straight-through gradients: they declare value_is_loss=False. So may a loss over
-the student's own top k, which jumps. A loss that casts to 16 bits itself is not judged. A step that is random, or off
-without dropout too, is not judged with it.
+the student's own top k, which jumps. A loss that casts to 16 bits on the way fails; where its modules do (autocast), it
+is "not declared". A step that is random, or off without dropout too, is not judged with it.
 Detects: SkyRL #1353, TRL #4499, hand-written backwards that are right only for uniform upstream gradients, code that
 rounds on the way, OLMo-core #828 (checkpointing that draws a new dropout mask)
 """
@@ -18,6 +19,7 @@ rounds on the way, OLMo-core #828 (checkpointing that draws a new dropout mask)
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -54,8 +56,7 @@ def is_integral(step: Step) -> bool | None:
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    if step.value_is_loss is False:
-        raise Ends(LAW.not_applicable(step.name, "stop-gradients by declaration"))
+    LAW.needs(step.value_is_loss is not False, step.name, "stop-gradients by declaration")
     if not is_integral(step):
         raise Ends(LAW.not_declared(
             step.name, "value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
@@ -69,14 +70,13 @@ def check(probe: Probe) -> Rows:
         measured, before = exact or probe, 0.0 if exact is None else probe.cost
         batch = measured.off_policy()
         yield _judged(ALONG, slopes(measured, batch, measured.gradient(batch)))
-        for metric, knob in step.weights.items():
+        metrics = {knob: metric for metric, knob in step.weights.items()}
+        for knob in step.terms_off:
             probe.cost = before + measured.cost
-            subject = f"term {metric} along its own gradient"
-            try:
+            subject = f"term {metrics.get(knob, knob)} along its own gradient"
+            with suppress(Exception):  # the step may refuse such a weight
                 found = _term(measured, batch, knob) if probe.afford(2, keep=2) else None
-            except Exception:
-                continue  # the step refuses such a weight, as it may
-            yield LAW.not_applicable(subject, SPENT) if found is None else _judged(subject, found)
+                yield LAW.not_applicable(subject, SPENT) if found is None else _judged(subject, found)
         probe.cost = before + measured.cost
     if not probe.coarse:
         yield from _with_dropout(probe)
@@ -99,12 +99,11 @@ def _exact(probe: Probe) -> Probe | None:
     fine = all(p.dtype.itemsize >= 4 for p in probe.step.model.parameters())
     if probe.step.precision is not None or (fine and probe.coarse):
         return None
-    try:
+    with suppress(Exception):
         twin = float64_copy(probe)
-        reached = twin.gradient(twin.off_policy()).norm() > 0
-        return twin if reached and (fine or not twin.coarse) else None
-    except Exception:
-        return None
+        if twin.gradient(twin.off_policy()).norm() > 0 and (fine or not twin.coarse):
+            return twin
+    return None
 
 
 def _term(probe: Probe, batch: edits.Batch, knob: str) -> tuple[float, float]:
@@ -121,15 +120,13 @@ def _with_dropout(probe: Probe) -> Rows:
     with with_dropout(probe.step.model) as rates:
         if not rates:
             return
-        if not probe.afford(5 / 3, keep=0):  # a gradient and two looks
-            raise Ends(LAW.not_applicable(DROPOUT, SPENT))
+        LAW.needs(probe.afford(5 / 3, keep=0), DROPOUT, SPENT)  # a gradient and two looks
         found = slopes(probe, batch, probe.gradient(batch))
     if (off := _off(found)) > NEAR:
         # A step with a detach by design (DoRA's norm) is off without dropout too, and about as much.
         without = _off(slopes(probe, batch, probe.gradient(batch)))
-        if probe.random() or without > off / 4:
-            why = "It is off without, or the step is random."
-            raise Ends(LAW.not_applicable(DROPOUT, "not a matter of dropout", why))
+        own = not probe.random() and without <= off / 4
+        LAW.needs(own, DROPOUT, "not a matter of dropout", "It is off without, or the step is random.")
     yield _judged(
         DROPOUT, found,
         "With dropout on, and only then, the gradient is not that of the loss: activation checkpointing draws another "

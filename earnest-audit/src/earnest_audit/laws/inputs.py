@@ -6,11 +6,12 @@ max((v - R)², (clipped v - R)²) depends on old values that are far from every 
 Needs: roles; reference=… for the reference policy
 How: Each input is changed, from a perturbed, off-policy state; the gradient must change. Signals and labels are changed
 where the loss is taken. Of ids, first only tokens without a loss are changed that supervised ones follow (a prompt),
-then all. Tensors without a role that the loss never reads are listed as "not declared".
+then all. Tensors without a role that the loss never reads are listed.
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
-Warns: (rows "context in …") a model that reads no earlier token, or a prompt that the loss reads from another tensor.
+Warns: (rows "context in …" and "never read: …") a model that reads no earlier token, a prompt that the loss reads from
+another tensor, or a tensor that is in the batch for something else.
 Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534, openai/baselines #765
 (a clipped value loss that takes the smaller error)
 """
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -40,8 +42,7 @@ FAR = 1e3  # times the largest value or return: no clip range reaches there
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    if not probe.gradient().finite():
-        raise Ends(LAW.not_applicable("every input", "the gradient is not finite", "See GL."))
+    LAW.needs(probe.gradient().finite(), "every input", "the gradient is not finite", "See GL.")
     with probe.perturbed():
         base = probe.off_policy()
         if not probe.gradient(base).finite():
@@ -170,10 +171,8 @@ def _flips(probe: Probe, base: edits.Batch) -> Iterator[Change]:
     for row in range(min(probe.step.rows, 4)):
         value = base[key].clone()
         value[row] = 1 - value[row] if value.dtype != torch.bool else ~value[row]
-        try:
+        with suppress(Exception):
             change = max(change, probe.change({**base, key: value}, base))
-        except Exception:
-            continue
         yield change, ""
 
 
@@ -279,7 +278,7 @@ def _other_tokens(step: Step, batch: edits.Batch, role: str, where: Tensor) -> e
 
 
 def _never_read(probe: Probe) -> Rows:
-    """Tensors without a role that the loss never reads. Passing the whole batch on (**batch) reads everything."""
+    """Tensors without a role that the loss does not read. Passing the whole batch on (**batch) reads everything."""
     step, recording = probe.step, RecordingBatch()
     others = [k for k, v in step.batch.items() if isinstance(v, Tensor) and k not in step.roles.values()]
 
@@ -293,7 +292,8 @@ def _never_read(probe: Probe) -> Rows:
     except Exception:
         return  # some code takes plain dicts only
     if unread := ", ".join(k for k in others if k not in recording.accessed):
-        yield LAW.not_declared(f"never read: {unread}", f"the role of {unread}, where the loss should read it,")
+        why = f"Declare the role of {unread} where the loss should read it, or leave it out of the batch."
+        yield LAW.doubtful(LAW.finding(f"never read: {unread}", "the loss does not read it", "read", False, why))
 
 
 def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:

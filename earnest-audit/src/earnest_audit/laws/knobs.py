@@ -15,13 +15,13 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import combinations
 from typing import Any
 
-import torch
-
 from earnest_audit import edits
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
+from earnest_audit.laws.clipping import _at_ratios as at_ratios
 from earnest_audit.laws.inputs import far
 from earnest_audit.probe import Change, Probe
 from earnest_audit.verdict import Finding
@@ -31,8 +31,7 @@ GONE = 1e-4  # no setting that acts smoothly changes a gradient that much within
 
 def check(probe: Probe) -> Rows:
     step, base = probe.step, probe.off_policy()
-    if not probe.gradient(base).finite():
-        raise Ends(LAW.not_applicable("settings", "not finite off-policy", "see IG."))
+    LAW.needs(probe.gradient(base).finite(), "settings", "not finite off-policy", "See IG.")
     weights = set(step.weights.values())
     for knob, value in step.knobs.items():
         if step.kinds.get(knob) == "inert":
@@ -47,13 +46,12 @@ def check(probe: Probe) -> Rows:
 
 
 def candidates(value: Any) -> list[Any]:
-    """Other legal values of a setting, from mild to strong."""
+    """Other legal values: two mild ones, then extreme ones."""
     if isinstance(value, bool):
         return [not value]
     if isinstance(value, int):
         return [value + 1, max(1, value // 2), value * 4 + 3]
-    if isinstance(value, float):
-        # A threshold far from the present state matters only when it is crossed: extreme values after two mild ones.
+    if isinstance(value, float):  # a threshold that is far from the present state matters only when it is crossed
         return [0.1, 1.0, 100.0] if value == 0 else [value * f for f in (1.5, 0.5, 1000.0, 0.1, 10.0, 100.0)]
     return []
 
@@ -67,7 +65,7 @@ def _inert(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
         return LAW.not_applicable(f"setting {knob}", f"no other legal value of {value!r} was found")
     worst = max(changes, key=lambda k: changes[k])
     return LAW.finding(
-        f"setting {knob}", f"{value:g} → {worst:g} moved the gradient by {changes[worst]:.2g}",
+        f"setting {knob}", f"{value} → {worst} moved the gradient by {changes[worst]:.2g}",
         f"≤ {probe.tolerance:.2g}, declared inert", changes[worst] <= probe.tolerance,
         f"{knob} is declared to change nothing, and it does: means of chunks are averaged although chunks differ in "
         "size, or a remainder is dropped.",
@@ -181,13 +179,9 @@ def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> I
         return
 
     def ratios(odd: int) -> edits.Batch:
-        total = math.log1p(1.25 * value) if isinstance(value, float) and 0 < value < 1 else 0.25
-        now = probe.now()
-        count = edits.taken(step, now, base).reshape(len(now), -1).sum(-1).clamp(min=1)
-        turn = torch.where((torch.arange(len(now), device=now.device) + odd) % 2 == 0, 1.0, -1.0)
-        moved = now - (total * turn / (count if rows else 1)).reshape(-1, *[1] * (now.ndim - 1)).to(now.dtype)
-        keys = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
-        return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
+        high, now = 1 + 1.25 * value if isinstance(value, float) and 0 < value < 1 else math.e**0.25, probe.now()
+        turns = [(high, 1 / high)[(row + odd) % 2] for row in range(len(now))]
+        return at_ratios(probe, probe.as_policy(base), turns, edits.taken(step, now, base) if rows else None)[0]
 
     for odd in (0, 1):
         yield probe.kept(f"ratios beside {value}, {odd}, {rows}", functools.partial(ratios, odd))
@@ -209,10 +203,8 @@ def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> s
 def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Finding:
     gradients = {modes[0]: probe.gradient(base)}
     for mode in modes[1:]:
-        try:
+        with suppress(Exception):  # a mode may contradict another setting
             gradients[mode] = probe.gradient(base, {option: mode})
-        except Exception:
-            continue  # this mode contradicts another setting
     declared = probe.step.declared[option].twins
     twins = declared | {(b, a) for a, b in declared}
     pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]

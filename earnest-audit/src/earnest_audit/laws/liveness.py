@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -32,7 +32,7 @@ from earnest_audit.law import Law, Rows
 from earnest_audit.laws.arrival import SHARE, after_warmup, arrival
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
-from earnest_audit.restore import observed
+from earnest_audit.restore import observed, perturbation_sizes
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
@@ -165,8 +165,8 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         + (f"; {some(offset)} cancels in every pair and trains nothing" if offset and pairs else ""),
         "all but those that may idle" if step.may_idle or heads else "all", not dead,
         f"No gradient reaches {some(dead)}. " + ("The learning rate is 0." if rate == 0 else
-        "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. Experts that get no "
-        'token from one batch are declared: may_idle=("*.experts.*",).'),
+        "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. Declare what idles "
+        'by design (experts without a token, a bias that cancels): may_idle=("*.experts.*", "head.bias").'),
     )  # fmt: skip
     still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and n in alive]
     lost = ([] if pairs else offset) + [n for n in still if n in zero and step.optimizer is not None]
@@ -208,12 +208,12 @@ def _train(probe: Probe, first: Gradient) -> Rows:
 
 
 def _uncalled(probe: Probe, dead: Sequence[str]) -> list[str]:
-    """Children of the model that the loss never calls and whose every parameter is dead: the heads of other losses."""
+    """Children of the model of which the loss calls no part, and whose every parameter is dead: other losses' heads."""
     model, called = probe.step.model, set[nn.Module]()
-    with observed(model.children(), lambda module, *_: called.add(module)):
+    with observed(model.modules(), lambda module, *_: called.add(module)):
         probe.look(dict(probe.step.batch))
     owned = {name: [f"{name}.{n}" for n, _ in child.named_parameters()] for name, child in model.named_children()
-             if child not in called}  # fmt: skip
+             if called.isdisjoint(child.modules())}  # fmt: skip
     return [name for name, own in owned.items() if own and set(own) <= set(dead)]
 
 
@@ -228,11 +228,10 @@ def idles(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _update(probe: Probe, gradient: object) -> None:
+def _update(probe: Probe, parts: Mapping[str, Tensor | None]) -> None:
     step = probe.step
-    assert isinstance(gradient, dict)
     for name, p in probe.parameters.items():
-        g = gradient[name]
+        g = parts[name]
         p.grad = None if g is None else g.to_sparse(1) if name in probe.sparse else g.clone()
     owned = [p for p in probe.parameters.values() if p.grad is not None]
     bounded = owned if step.clipped is None else [p for p in step.clipped if p.grad is not None]
@@ -248,11 +247,9 @@ def _update(probe: Probe, gradient: object) -> None:
         step.optimizer.zero_grad(set_to_none=True)
         return
     with torch.no_grad():  # without an optimizer: a small step of our own, only to leave the initial state
-        for p in owned:
+        for p, size in zip(owned, perturbation_sizes(owned, 1e-3), strict=True):
             assert p.grad is not None
-            size = float(p.grad.float().norm())
-            reach = 1e-3 * max(float(p.float().norm()), 1e-3 * p.numel() ** 0.5)
-            p.sub_(p.grad * (reach / size if size > 0 else 0.0))
+            p.sub_(p.grad * (size / p.grad.float().square().mean().sqrt().clamp_min(1e-30)))
             p.grad = None
 
 

@@ -3,27 +3,38 @@ matter.
 
 Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (where no mask
 is declared, an attention mask with padding is enough for more padding)
-How: Each is changed or added; the gradient must stay the same within the step's own resolution.
+How: Each is changed or added; the gradient must stay the same within the step's own resolution. More padding is judged
+in the tensors of wide, or in those that are guessed from their widths, which the verdict lists. Padding after a row
+that is attended to may change the gradient by a factor only, in a model that does not look ahead.
 Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
-factor B/(B+1) is allowed. Left padding is added only where the batch has some. Tensors that have the rows' width by
-accident (prompts beside completions) must not be padded with them: declare wide; where only another guess holds, the
-row is "not declared". Per-token rewards that are 0 wherever they are masked may be summed without the mask. A term of
-the loss with a mask of its own declares it in masks.
-Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask
+factor B/(B+1) is allowed; of a pair without any, only what stands in it must not matter. Left padding is added only
+where the batch has some. Tensors that have the rows' width by accident (prompts beside completions) must not be padded
+with them: declare wide; where the guess fails and a narrower one holds, the row is "not declared". Per-token rewards
+that are 0 wherever they are masked may be summed without the mask. A term of the loss with a mask of its own declares
+it in masks. A pair without a token may give NaN; a score that is read where an answer ends declares chosen_attention
+and rejected_attention, and no masks.
+Warns: (padding that is attended to) a row that is divided by prompt and answer on purpose, and an undeclared term over
+all tokens that are attended to (load balancing).
+Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask, answers that
+are divided by the length of prompt and answer
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
-MASKED = "a fully masked row"
+MASKED, ATTENDED = "a fully masked row", "padding that is attended to"
 WIDE = 'wide=("…",), the tensors that are padded with the rows,'
 TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
@@ -37,10 +48,19 @@ def check(probe: Probe) -> Rows:
         yield from probe.tried({"more padding": _padding(probe)} if edits.by_attention(step) else {})
         return
     base = probe.off_policy()
-    if not probe.gradient(base).finite():
-        raise Ends(LAW.not_applicable("masks", "not finite off-policy", "see IG."))
+    LAW.needs(probe.gradient(base).finite(), "masks", "not finite off-policy", "See IG.")
     parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe)}
-    yield from probe.tried(parts if paired else {**parts, MASKED: _masked_row(probe)})
+    masked = not paired or all(f"{s}_mask" in step.roles for s in edits.SIDES)
+    more = {MASKED: _masked_row(probe), ATTENDED: _attended(probe)} if masked else {}
+    yield from probe.tried({**parts, **more})
+
+
+def _texts(step: Step) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    """Ids and their attention mask: the role of the first, the key of the second, and both."""
+    for role, mask in TEXTS:
+        ids, shown = step.value(role), step.value(mask)
+        if ids is not None and shown is not None and ids.shape == shown.shape:
+            yield role, step.roles[mask], ids, shown
 
 
 def _signals(probe: Probe, base: edits.Batch) -> Rows:
@@ -56,13 +76,10 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
         changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
         if not torch.equal(changed[step.roles[role]], base[step.roles[role]]):
             changes[role] = changed
-    for role, mask in TEXTS:  # another id wherever the attention mask is 0
-        attention, ids = step.value(mask), step.value(role)
-        if attention is not None and ids is not None and attention.shape == ids.shape and bool((attention == 0).any()):
-            hidden = edits.other_ids(step, ids.clamp_min(0), attention == 0)
-            changes[role] = {**base, step.roles[role]: hidden}
-    if not changes:
-        raise Ends(LAW.not_applicable("signals where masked", "no declared signal is masked"))
+    for role, _, ids, shown in _texts(step):  # another id wherever the attention mask is 0
+        if bool((shown == 0).any()):
+            changes[role] = {**base, step.roles[role]: edits.other_ids(step, ids.clamp_min(0), shown == 0)}
+    LAW.needs(changes, "signals where masked", "no declared signal is masked")
     whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
     together = probe.change(whole, base)
     if together <= probe.tolerance:
@@ -80,18 +97,16 @@ def _padding(probe: Probe) -> Rows:
     step = probe.step
     paired = all(s in step.roles for s in edits.SIDES)
     sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
-    if not (edits.supervised(step) is not None or sides or edits.by_attention(step)) or (
-        step.value("ids") is None and not paired
-    ):
+    known = edits.supervised(step) is not None or sides or edits.by_attention(step)
+    if not known or (step.value("ids") is None and not paired):
         what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
         raise Ends(LAW.not_declared("more padding", what))
-    if edits.readings(step) == [set()]:
-        raise Ends(LAW.not_applicable("more padding", "no tensor is padded, by declaration"))
+    LAW.needs(edits.readings(step) != [set()], "more padding", "no tensor is padded, by declaration")
+    left = any(bool((shown[:, 0] == 0).any()) for *_, shown in _texts(step))
     for side in ("right", "left"):
         subject = f"3 more columns of padding on the {side}"
-        if side == "left" and not _pads_left(probe):
-            # A step whose batches have no left padding need not support it: absolute positions may begin at 0.
-            raise Ends(LAW.not_applicable(subject, "no row of this batch begins with padding"))
+        # A step whose batches have no left padding need not support it: absolute positions may begin at 0.
+        LAW.needs(side == "right" or left, subject, "no row of this batch begins with padding")
         readings = [partial(_padded, probe, subject, side, keys) for keys in edits.readings(step)]
         if edits.unknown_integers(step):  # what stands in their padding is a guess
             readings.append(partial(_padded, probe, subject, side, edits.readings(step)[0], new=True))
@@ -102,26 +117,49 @@ def _padded(probe: Probe, subject: str, side: str, keys: set[str], new: bool = F
     return probe.same(
         subject, probe.change(edits.pad(probe.step, side, keys=keys, new=new)),
         "The gradient depends on how far the batch is padded: a mean over positions counts padding, padded positions "
-        "are supervised, the mask is shifted by one, or positions are counted from the first padded one.", rows=True,
+        "are supervised, the mask is shifted by one, or positions are counted from the first padded one. Where rows "
+        "are never padded, declare wide=().", rows=True,
     )  # fmt: skip
 
 
-def _pads_left(probe: Probe) -> bool:
-    """Whether a row begins with padding, by the attention mask of the ids."""
-    pairs = [(probe.step.value(mask), probe.step.value(role)) for role, mask in TEXTS]
-    both = [(shown, ids) for shown, ids in pairs if shown is not None and ids is not None]
-    return any(shown.shape == ids.shape and bool((shown[:, 0] == 0).any()) for shown, ids in both)
+def _attended(probe: Probe) -> Rows:
+    """Padding after a row's end is attended to: in a causal model that can only change what the row is divided by."""
+    step, shown, other = probe.step, edits.Batch(), edits.Batch()
+    for role, mask, ids, old in _texts(step):
+        after = (old != 0).flip(-1).cumsum(-1).flip(-1) == 0
+        shown[mask] = torch.where(after, torch.ones_like(old), old)
+        other[step.roles[role]] = edits.other_ids(step, ids.clamp_min(0), after)
+    ragged = any(not torch.equal(mask, step.batch[key]) for key, mask in shown.items())
+    LAW.needs(ragged and not step.rows_interact, ATTENDED, "no row ends with padding, or rows interact by declaration")
+    LAW.needs(probe.afford(2, keep=8.0), ATTENDED, "not checked: the budget is spent")
+    with probe.may_refuse(ATTENDED):
+        found = probe.gradient({**step.batch, **shown})
+    # Of a model that scales something by a row's length (NEFTune's noise) a little more changes.
+    factor, rest, _ = probe.scales(found, probe.gradient(), 0.0, 1.0)
+    holds = rest <= (limit := max(NEAR, probe.tolerance))
+    causal = holds or found.distance(probe.gradient({**step.batch, **shown, **other})) <= probe.tolerance
+    LAW.needs(causal, ATTENDED, "the model attends to later tokens")
+    yield LAW.doubtful(probe.fair(LAW.finding(
+        ATTENDED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}", f"up to {limit:.2g}", holds,
+        "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, prompt "
+        "or tool output included, and not by its number of supervised tokens.",
+    )))  # fmt: skip
 
 
 def _masked_row(probe: Probe) -> Rows:
     step, whole = probe.step, probe.gradient()
-    if step.rows_interact or step.grouped:
-        raise Ends(LAW.not_applicable(MASKED, "rows interact by declaration"))
+    LAW.needs(not (step.rows_interact or step.grouped), MASKED, "rows interact by declaration")
     least = step.rows / (step.rows + 1)
     with probe.may_refuse(MASKED, "one more row cannot be run"):
         masked = probe.gradient(edits.add_masked_row(step))
-    if not masked.finite() and not step.empty_rows:
-        raise Ends(LAW.not_applicable(MASKED, "every row has a supervised token, by declaration"))
+    if "chosen_mask" in step.roles:  # terms of a pair's loss are divided by counts of their own, so contents differ
+        other = probe.gradient(edits.add_masked_row(step, least=True))
+        LAW.needs(masked.finite() and other.finite(), MASKED, "a pair without a token has no finite gradient")
+        raise Ends(probe.same(
+            MASKED, masked.distance(other),
+            "The content of a pair whose masks are all 0 matters: some part of the loss ignores the masks.", rows=True,
+        ))  # fmt: skip
+    LAW.needs(masked.finite() or step.empty_rows, MASKED, "every row has a supervised token, by declaration")
     if not masked.finite():
         why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Or declare empty_rows=False.)"
         raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
@@ -130,7 +168,7 @@ def _masked_row(probe: Probe) -> Rows:
         MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"1× or {step.rows}/{step.rows + 1}×", holds and min(abs(factor - 1), abs(factor - least)) <= 0.02,
         "A row in which no loss is taken changes the gradient: some part of the loss ignores the mask, or a count has "
-        "something of that row.",
+        "something of that row. Where rows are coupled on purpose (a whitening), declare rows_interact=True.",
     ))  # fmt: skip
 
 

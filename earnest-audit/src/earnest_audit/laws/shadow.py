@@ -2,12 +2,13 @@
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
-(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side.
+(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. Then log-ratios of
+single tokens are near 150 and -150, and only the loss's value is judged: finite, where this dtype can hold float64's.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
 Warns: (far out, where half of the gradient or more is there and it does not turn away) a form that loses digits only
 there, as 1 - p does for a p next to 1.
-Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates
+Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates, r/(1 + r) where the ratio r overflows
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ from torch import Tensor, nn
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.finite_difference import float64_copy
+from earnest_audit.laws.inputs import far
 from earnest_audit.laws.pairs import can_be_swapped, swapped
 from earnest_audit.probe import Probe
 from earnest_audit.restore import put_back
@@ -43,8 +45,7 @@ SPENT = "not checked: the budget is spent"
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    if all(p.dtype == torch.float64 for p in probe.parameters.values()):
-        raise Ends(LAW.not_applicable(step.name, "float64 already"))
+    LAW.needs(any(p.dtype != torch.float64 for p in probe.parameters.values()), step.name, "float64 already")
     with probe.perturbed():
         batch = probe.off_policy()
     yield _compare(probe, "the batch", batch)
@@ -55,6 +56,8 @@ def check(probe: Probe) -> Rows:
     else:
         head, factor, sharp = state
         yield _compare(probe, "confident outputs", sharp, head, factor)
+        if step.ratio_role in step.roles and probe.afford(4 / 3, keep=0):
+            yield _far_ratios(probe, head, factor, sharp)
     if step.kind == "preference" and "chosen" in step.roles:
         with probe.may_refuse("far margins"):
             yield _far_margins(probe, state if isinstance(state, str) else state[0])
@@ -118,6 +121,32 @@ def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
         if math.isfinite(loss) and (row := _compare(probe, far, batch, head, factor)).measured != INFINITE:
             return row
     return LAW.not_applicable(far, f"{SPENT}, or float64 is not finite either")
+
+
+def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
+    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled, by both
+    samplers. Loss values are compared, since the gradient of a clipped ratio that overflows is infinity times 0;
+    advantages are above 0, since a clip has no bound below."""
+    step, away, subject = probe.step, dict(batch), "far ratios"
+    if "advantages" in step.roles:
+        away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
+    for role in (r for r in ("proximal", "behaviour") if r in step.roles):
+        old: Tensor = batch[key := step.roles[role]]
+        moved = far(step, batch, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)[key]
+        by = (moved - old).abs().reshape(len(old), -1)
+        away[key] = torch.where((by == by.amax(-1, keepdim=True)).reshape(old.shape), moved, old)
+    with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
+        shadow = probe.twin(torch.float64)
+        theirs, mine = shadow.look(edits.lifted(away, torch.float64)).loss, probe.look(away).loss
+    probe.cost += shadow.cost
+    largest = min(torch.finfo(p.dtype).max for p in probe.parameters.values())
+    return probe.fair(LAW.finding(
+        subject, f"the loss is {mine:.3g}, in float64 {theirs:.3g}", "finite",
+        math.isfinite(mine) if abs(theirs) <= largest else "not applicable",
+        "The loss overflows where a token is far likelier than when it was sampled: a ratio is divided by itself, or "
+        "multiplied by 0 after it is infinite. Bound the difference of log-probs first, or use a form of it that is "
+        "bounded (its sigmoid, torch.where).",
+    ))  # fmt: skip
 
 
 def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = None, factor: float = 1.0) -> Finding:

@@ -8,7 +8,8 @@ model that embeds these ids
 How: Only the last label of every row is supervised. What the model embeds is changed, apart from the targets that the
 loss reads: the token before the label, then all that come after.
 Exceptions: A mask as wide as the ids may mark tokens or the places that predict them: it is checked only where it marks
-a row's last token. A load-balancing term reads every input: rows_interact=True.
+a row's last token. A load-balancing term reads every input: rows_interact=True. Labels that are all the token after the
+next one fail as they are.
 Detects: a shift in the script beside the model's own, pytorch #73205 and Megatron #2121 (terms on unsupervised tokens)
 """
 
@@ -27,6 +28,7 @@ from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
+ELSEWHERE = "labels do not stand where their tokens do"
 BEFORE, PEEKING = "the token before a label predicts it", "no label is an input of its own prediction"
 
 
@@ -39,6 +41,9 @@ def predicts(step: Step) -> bool:
 def check(probe: Probe) -> Rows:
     step = probe.step
     found = "no family" if step.kind is None else last_labels(probe)
+    if found == ELSEWHERE and edits.labels_are(step, 2):
+        why = "The data are shifted by two places: labels that are already the next token are shifted once more."
+        raise Ends(LAW.finding(BEFORE, "every label is the token after the next one", "the next token", False, why))
     if isinstance(found, str):
         yield from _by_mask(probe, found)
         return
@@ -54,8 +59,7 @@ def check(probe: Probe) -> Rows:
         "The token right before a label does not matter to its prediction: logits and labels are shifted against each "
         "other by one too many (a model that shifts its labels itself is given shifted ones), or the mask is.",
     )  # fmt: skip
-    if not bool(behind.any()):
-        raise Ends(LAW.not_applicable(PEEKING, "nothing comes after it"))
+    LAW.needs(behind.any(), PEEKING, "nothing comes after it")
     with probe.may_refuse(PEEKING, "one label per row cannot be run"):
         by_own = _moved(probe, batch, behind, lambda change: change <= probe.value_room)
     yield _peeking(probe, by_own)
@@ -71,19 +75,17 @@ def _moved(
     here, other, shown = probe.look(batch, quiet).loss, edits.other_ids(step, ids, where), dict(batch)
     with embedded(step.model, ids, other) as replaced:
         there = probe.look(batch, quiet).loss
-    if not replaced and edited:
+    LAW.needs(replaced or edited, PEEKING, "the model does not embed the ids as they are")
+    if not replaced:
         shown[step.roles["ids"]] = other
         there = probe.look(shown, quiet).loss
-    elif not replaced:
-        raise Ends(LAW.not_applicable(PEEKING, "the model does not embed the ids as they are"))
     size = max(abs(here), abs(there))
     change = abs(here - there) / size if 0 < size < math.inf else 0.0
     if enough(change):
         return change
     taught = probe.gradient(batch, quiet)
-    if taught.norm() == 0 or not taught.finite():
-        why = "the last label of a row alone has a zero gradient"
-        raise Ends(LAW.not_applicable(BEFORE, why, "See the row 'every supervised position'."))
+    why = "the last label of a row alone has a zero gradient"
+    LAW.needs(taught.norm() > 0 and taught.finite(), BEFORE, why, "See the row 'every supervised position'.")
     with embedded(step.model, ids, other):
         return taught.distance(probe.gradient(shown, quiet))
 
@@ -150,7 +152,7 @@ def last_labels(probe: Probe) -> tuple[Tensor, Tensor] | str:
     real = shown if shown is not None and shown.shape == ids.shape else torch.ones_like(ids)
     if labels is not None:
         if not (edits.in_place(step) or edits.ahead(step)):
-            return "labels do not stand where their tokens do"
+            return ELSEWHERE
         shift = 1 if edits.in_place(step) else 0
     else:
         last = torch.where(real != 0, torch.arange(width, device=ids.device), 0).amax(-1, keepdim=True)

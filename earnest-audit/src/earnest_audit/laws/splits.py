@@ -43,8 +43,7 @@ def check(probe: Probe) -> Rows:
             yield from probe.tried({TWICE: _twice(probe, probe.gradient())})
         return
     whole = probe.gradient()
-    if not whole.finite():
-        raise Ends(LAW.not_applicable("rows", "the gradient is not finite", "GL or see IG."))
+    LAW.needs(whole.finite(), "rows", "the gradient is not finite", "See GL.")
     order = torch.randperm(step.rows, generator=edits.generator(step, 3))
     if torch.equal(order, torch.arange(step.rows)):
         order = order.roll(1)
@@ -65,9 +64,8 @@ def check(probe: Probe) -> Rows:
 
 def _order(probe: Probe, order: Tensor) -> Rows:
     shuffled = probe.change(edits.take_rows(probe.step, order))
-    if shuffled > probe.tolerance and probe.step.rows_interact:
-        why = f"moved the gradient by {shuffled:.2g}"
-        raise Ends(LAW.not_applicable(PERMUTED, why, "Rows interact by declaration."))
+    fair, why = shuffled <= probe.tolerance or not probe.step.rows_interact, f"moved the gradient by {shuffled:.2g}"
+    LAW.needs(fair, PERMUTED, why, "Rows interact by declaration.")
     yield probe.same(
         PERMUTED, shuffled,
         "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
@@ -87,14 +85,13 @@ def _twice(probe: Probe, whole: Gradient) -> Rows:
         "-" if coupled else EXPECTED[step.reduction], "not applicable" if coupled else outcome,
         "Doubling the batch changes the gradient's direction, or its length otherwise than the declared reduction does "
         "(undeclared: makes it shorter or more than doubles it): the normaliser is not a count of what is summed, is "
-        "missing, or is applied twice.",
+        "missing, or is applied twice. Where rows are coupled on purpose (a whitening), declare rows_interact=True.",
     )  # fmt: skip
 
 
 def _parts(probe: Probe) -> Rows:
     step = probe.step
-    if step.rows_interact:
-        raise Ends(LAW.not_applicable(WHOLE, "rows interact by declaration"))
+    LAW.needs(not step.rows_interact, WHOLE, "rows interact by declaration")
     with probe.may_refuse(WHOLE, "a part of the rows cannot be run alone"):
         found = _cut(probe, step)
     if found is None:
@@ -102,8 +99,7 @@ def _parts(probe: Probe) -> Rows:
     outcome = found.within(probe.tolerance)
     measured = f"{found.alpha:.3g}·g₁ + {found.beta:.3g}·g₂ is off by {found.rest:.2g}"
     expected = f"≤ {probe.tolerance:.2g}, no weight below 0"
-    if not outcome and step.grouped:
-        raise Ends(LAW.not_applicable(WHOLE, measured, "Rows of a group are coupled by their rewards."))
+    LAW.needs(outcome or not step.grouped, WHOLE, measured, "Rows of a group are coupled by their rewards.")
     off = None if outcome or not step.terms_off else _terms_off(probe)
     if off == []:
         outcome, measured = True, f"{measured}; every term by itself is a sum of its parts"
@@ -127,8 +123,8 @@ def _parts(probe: Probe) -> Rows:
 
 def _terms_off(probe: Probe) -> list[str] | None:
     """The weights of declared terms ("" for what is left without them) that by themselves are no sum of their parts;
-    None where they cannot be asked one by one."""
-    step, asked, off = probe.step, 0, []
+    None where they cannot be evaluated one by one."""
+    step, judged, off = probe.step, 0, []
     for part in parts(probe):
         try:
             whole = part.gradient(probe, None)
@@ -140,8 +136,8 @@ def _terms_off(probe: Probe) -> list[str] | None:
             continue  # nothing remains of the loss here, or too little to judge
         if not all(p.finite() for p in pieces) or not span(whole, *pieces).within(room):
             off.append(part.term)
-        asked += 1
-    return off if asked > 1 else None
+        judged += 1
+    return off if judged > 1 else None
 
 
 def _even(probe: Probe) -> Span | None:
