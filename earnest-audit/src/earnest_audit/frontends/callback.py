@@ -48,6 +48,7 @@ class AuditCallback(TrainerCallback):
         self.audited: Verdict | None = None
         self.watch: Watch | None = None
         self._trainer: Any = None
+        self._instance: Any = None  # a compute_loss that the user gave to the trainer itself
         self._waited, self._watches = 0, True
 
     def verdict(self) -> Verdict:
@@ -56,8 +57,9 @@ class AuditCallback(TrainerCallback):
         return sum((v for v in both if v is not None), Verdict(()))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer = _calling_trainer()
-        self._own = self._trainer.compute_loss
+        trainer = _calling_trainer()
+        self._leave(RuntimeError)  # a run that raised
+        self._trainer, self._instance, self._own = trainer, vars(trainer).get("compute_loss"), trainer.compute_loss
         self._trainer.compute_loss = self._compute_loss
         self.audited, self.watch, self._waited, self._watches = None, None, 0, True
 
@@ -67,12 +69,19 @@ class AuditCallback(TrainerCallback):
                 self.watch.logged({k: v for k, v in logs.items() if not k.startswith("eval_")})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer is not None:
-            vars(self._trainer).pop("compute_loss", None)
-        if self.watch is not None:
-            self.watch.__exit__(None, None, None)
+        self._leave(None)
         if getattr(state, "is_world_process_zero", True):
             print(f"AuditCallback: {self.verdict().summary}. `.verdict()` has the rows.", file=sys.stderr)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """The trainer gets its own compute_loss back, and the watch ends."""
+        if self._trainer is not None:
+            vars(self._trainer).pop("compute_loss", None)
+            if self._instance is not None and not isinstance(getattr(self._instance, "__self__", None), AuditCallback):
+                self._trainer.compute_loss = self._instance
+        if self.watch is not None:
+            self.watch.__exit__(kind, None, None)
+        self._trainer = None
 
     def _compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
