@@ -12,7 +12,7 @@ from rich.console import Console
 
 from earnest.commands.common import Overrides
 from earnest.errors import EarnestError
-from earnest_audit.frontends.command import report, script_verdict
+from earnest_audit.frontends.command import begin_reports, report, script_verdict
 
 if TYPE_CHECKING:
     from earnest_audit import Verdict
@@ -56,6 +56,8 @@ def audit(
         raise EarnestError(
             "give something to audit: a recipe (see `earnest recipes`), a script.py, my_task.py:Name, or --tests PATH."
         )
+    files = {"junit": junit, "sarif": sarif, "markdown": markdown}
+    begin_reports(files, Path(recipe))
     if recipe == "sampler":
         found = _sampler_verdict(overrides or [], model, folder, key)
     elif ":" in recipe:
@@ -64,7 +66,6 @@ def audit(
         found = script_verdict(Path(recipe), overrides or [], quick=quick, strict=strict)
     else:
         found = _recipe_verdict(recipe, overrides or [], quick)
-    files = {"junit": junit, "sarif": sarif, "markdown": markdown}
     raise typer.Exit(report(found.strict() if strict else found, as_json=as_json, files=files))
 
 

@@ -27,6 +27,12 @@ NOTHING = Finding(
     "No law could be applied to what was audited: declare more of the step, or train for more steps.",
 )  # fmt: skip
 
+UNFINISHED = Finding(
+    "AUDIT", "the command", "it did not end", "it ends", "fails",
+    "The process was killed, or the command was wrong: nothing is known of the training step.",
+)  # fmt: skip
+INTERRUPTED = "interrupted"  # in a failing row of a script
+
 
 def broken(verdict: Verdict) -> tuple[Finding, ...]:
     """The failures; if nothing was checked, that counts as one failure."""

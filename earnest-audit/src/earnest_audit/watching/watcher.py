@@ -318,7 +318,9 @@ class Watch:
         else:
             off = self._rates.zero.looks > 0 and not self._rates.zero.good
             why = f"fewer than {ENOUGH} looks at a gradient and a rate of at least half its peak"
-            yield Finding("GL", "the parameters' bits", "every learning rate is 0" if off else why, "-", "not applicable")
+            yield Finding(
+                "GL", "the parameters' bits", "every learning rate is 0" if off else why, "-", "not applicable"
+            )
         if self.optimizer is not None and self.looks >= ENOUGH:
             yield self._owned()
             for monitor in (self._rates, self._cleared, self._norm):
