@@ -143,8 +143,7 @@ def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) ->
 
 def _laws(codes: Sequence[str], as_json: bool) -> str:
     """A table of all laws, or the pages of the laws with these codes."""
-    from earnest_audit.frontends.pages import page
-    from earnest_audit.laws.__main__ import ALL
+    from earnest_audit.frontends.pages import ALL, page
 
     known = {law.code: law for law in ALL}
     for code in codes:

@@ -97,8 +97,7 @@ def sarif(verdict: Verdict) -> str:
 
 
 def _rules(codes: Sequence[str]) -> list[dict[str, Any]]:
-    from earnest_audit.frontends.pages import page
-    from earnest_audit.laws.__main__ import ALL
+    from earnest_audit.frontends.pages import ALL, page
 
     laws = {law.code: law for law in ALL}
     rules: list[dict[str, Any]] = []
