@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+
+from earnest_audit.errors import EarnestError
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 CONFIGS = ("config", "cfg")
@@ -147,12 +150,13 @@ def buffers(model: nn.Module) -> Callable[[], None]:
 
 def remembered(values: Iterable[Any]) -> Callable[[], None]:
     """A function that puts what these tensors, dicts, lists and optimizers hold back into them."""
-    kept = [(value, _content(value)) for value in values]
+    holders = (vars(value) if isinstance(value, torch.optim.Optimizer) else value for value in values)
+    kept = [(h, h.detach().clone() if isinstance(h, Tensor) else copy.copy(h)) for h in holders if _holds(h)]
 
     def undo() -> None:
         with torch.no_grad():
-            for value, content in kept:
-                _refill(value, content)
+            for holder, content in kept:
+                _refill(holder, content)
 
     return undo
 
@@ -172,17 +176,14 @@ def held_by(optimizer: torch.optim.Optimizer) -> list[Any]:
             todo += vars(value).values()
         elif isinstance(value, Mapping):
             todo += value.values()
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque | set):
             todo += value
     return found
 
 
-def _content(value: Any) -> Any:
-    """What ``_refill`` needs; the members of a container have contents of their own."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-    return copy.copy(inside) if isinstance(inside, dict | list) else None
+def _holds(value: Any) -> bool:
+    """Whether it can change in place; the members of a container have contents of their own."""
+    return isinstance(value, Tensor | dict | list | deque | set)
 
 
 def _refill(value: Any, content: Any) -> None:
@@ -191,12 +192,9 @@ def _refill(value: Any, content: Any) -> None:
             value.data = content.clone()
         elif not torch.equal(_bits(value), _bits(content)):
             value.detach().copy_(content)
-    elif isinstance(value, list):
-        value[:] = content
-    elif content is not None:
-        inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-        inside.clear()
-        inside.update(content)
+    else:
+        value.clear()
+        (value.extend if isinstance(value, list | deque) else value.update)(content)
 
 
 def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -255,6 +253,8 @@ def copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, np.ndarray):
         return value.copy()
+    if isinstance(value, Generator):
+        raise EarnestError("the batch has a generator, which can be read only once: give a list.")
     return rebuilt(value, copied) if is_container(value) else copy.copy(value)
 
 

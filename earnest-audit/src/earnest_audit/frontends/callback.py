@@ -111,7 +111,7 @@ class AuditCallback(TrainerCallback):
         except Exception as error:
             if self.stop:
                 raise
-            row = unchecked("GL", f"the {what}", error)
+            row = unchecked("GL", f"the {what}", error, f"The {what} raised: nothing more is checked in this run.")
             self.audited = (self.audited or Verdict(())) + Verdict((row,))
             for tell in LISTENERS:
                 tell(Verdict((row,)))
