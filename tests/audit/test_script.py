@@ -175,7 +175,7 @@ def stopped(folder: Path, text: str) -> Finding:
 
 def test_what_cannot_be_judged_says_so(tmp_path: Path) -> None:
     nothing = stopped(tmp_path, "x = 1").meaning
-    assert "made no transformers.Trainer, stepped no optimizer and called no audit(Step(…)): nothing to judge" in nothing
+    assert "trained nothing: it made no transformers.Trainer, stepped no optimizer and called no audit(Step(" in nothing
     assert "with watch(model, optimizer)" in nothing
     assert stopped(tmp_path, "import sys; sys.exit(3)").measured == "ended with 3"
     assert stopped(tmp_path, "x = 1\nraise OSError('no')").place.endswith("train.py:2")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest_audit.executor import LISTENERS, audit
+from earnest_audit.executor import LISTENERS, announce, audit
 from earnest_audit.frontends.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.limits import MANY
 from earnest_audit.measure import RecordingBatch, fresh, result_of
@@ -113,8 +113,7 @@ class AuditCallback(TrainerCallback):
                 raise
             row = unchecked("GL", f"the {what}", error, f"The {what} raised: nothing more is checked in this run.")
             self.audited = (self.audited or Verdict(())) + Verdict((row,))
-            for tell in LISTENERS:
-                tell(Verdict((row,)))
+            announce(Verdict((row,)))
             if what == "watch":
                 self._watches = False
                 if self.watch is not None:
@@ -135,7 +134,7 @@ class AuditCallback(TrainerCallback):
         intended = False if asks_for_a_mask(trainer, inputs) else self.all_supervised
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
-            listeners, LISTENERS[:] = [*LISTENERS], []  # they hear the whole verdict below
+            listeners, LISTENERS[:] = [*LISTENERS], []  # called once, below, with the complete verdict
             try:
                 verdict = audit(step, quick=self.quick)
             finally:
@@ -143,8 +142,7 @@ class AuditCallback(TrainerCallback):
             rows = (*self._counted(model, inputs, items), *self._dropped(model, fresh(inputs), items))
             verdict += Verdict(rows)
         verdict = replace(verdict, findings=tuple(map(_of_a_trainer, verdict.findings)))
-        for tell in LISTENERS:
-            tell(verdict)
+        announce(verdict)
         if self.stop:
             verdict.raise_if_failed()
         for f in (*verdict.failures, *verdict.warnings):
@@ -156,9 +154,9 @@ class AuditCallback(TrainerCallback):
         number must change it. A trainer that declares who divides (``loss_is_scaled_for_ga``) is not checked."""
         trainer = self._trainer
         own = callable(getattr(trainer, "compute_loss_func", None))
-        told = own or getattr(trainer, "model_accepts_loss_kwargs", False)
+        reads_count = own or getattr(trainer, "model_accepts_loss_kwargs", False)
         declared = getattr(trainer, "loss_is_scaled_for_ga", None) is not None
-        if items is None or declared or not told or trainer.args.gradient_accumulation_steps < 2:
+        if items is None or declared or not reads_count or trainer.args.gradient_accumulation_steps < 2:
             return
         one, two = (result_of(self._loss(model, fresh(inputs), n))[0].item() for n in (items, 2 * items))
         yield judged(

@@ -31,7 +31,7 @@ UNFINISHED = Finding(
     "AUDIT", "the command", "it did not end", "it ends", "fails",
     "The process was killed, or the command was wrong: nothing is known of the training step.",
 )  # fmt: skip
-INTERRUPTED = "interrupted"  # in a failing row of a script
+INTERRUPTED = "was interrupted"  # measured in the row of a script
 
 
 def broken(verdict: Verdict) -> tuple[Finding, ...]:

@@ -76,37 +76,30 @@ def audit_script(
     if (end is not None and not stops_at_its_law) or not found.findings:
         row = _stopped(path, end, collected)
         print(f"earnest-audit: {row.meaning}", file=sys.stderr)
-        found = replace(found, findings=(*found.findings, row), title=f"{row.measured}: what was checked until then")
+        title = f"the training script {row.measured}: what was checked until then"
+        found = replace(found, findings=(*found.findings, row), title=title)
     return found.at(f"{path.as_posix()}:1")
 
 
 def _stopped(path: Path, end: BaseException | None, collected: Collected) -> Finding:
     """The row of a script that did not run to its end, or trained nothing."""
-    what = INTERRUPTED if isinstance(end, KeyboardInterrupt) else f"raised {type(end).__name__}"
-    meaning = f"{path.name} {'was ' * (what == INTERRUPTED)}{what}"
+    what, why = INTERRUPTED, "what comes after was not checked"
     if end is None:
-        what = "nothing was trained"
         owners = "only optimizers that own no module's parameter" if collected.stepped else "no optimizer"
-        meaning = (
-            f"{path.name} made no transformers.Trainer, stepped {owners} and called no audit(Step(…)): nothing to "
-            "judge. Put a loop that trains in another way under `with watch(model, optimizer) as w:`."
+        what, why = "trained nothing", (
+            f"it made no transformers.Trainer, stepped {owners} and called no audit(Step(…)). Put a loop that trains "
+            "in another way under `with watch(model, optimizer) as w:`"
         )
     elif isinstance(end, SystemExit):
         what = f"ended with {end.code!r}"
-        meaning = f"{path.name} {what}; what comes after was not checked."
-    elif isinstance(end, EarnestError):
-        meaning += f": {end}"
-    else:
-        traceback.print_exception(end)
-        meaning += "; what comes after was not checked."
-    lines = [
-        frame.lineno
-        for frame in traceback.extract_tb(getattr(end, "__traceback__", None))
-        if frame.filename == str(path)
-    ]
-    return Finding(
-        "AUDIT", path.name, what, "runs to its end", "fails", meaning, f"{path.as_posix()}:{[1, *lines][-1]}"
-    )
+    elif isinstance(end, Exception):
+        what, why = f"raised {type(end).__name__}", " ".join(str(end).split()).removesuffix(".") or why
+        if not isinstance(end, EarnestError):
+            traceback.print_exception(end)
+    frames = traceback.extract_tb(end.__traceback__ if end else None)
+    line = next((frame.lineno for frame in reversed(frames) if frame.filename == str(path)), 1)
+    meaning, place = f"{path.name} {what}: {why}.", f"{path.as_posix()}:{line}"
+    return Finding("AUDIT", path.name, what, "runs to its end", "fails", meaning, place)
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest_audit.gradient import nodes
 from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import idles, some
 from earnest_audit.limits import ENOUGH, MANY
@@ -60,17 +61,8 @@ def warn(text: str) -> None:
 
 
 def _reentrant(loss: Tensor) -> bool:
-    """Whether its graph has a reentrant checkpoint, which passes `autograd.grad` by without a word."""
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        todo += [parent for parent, _ in node.next_functions]
-    return False
+    """Whether its graph has a reentrant checkpoint, of which `autograd.grad` omits the gradient."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes(loss.grad_fn))
 
 
 @dataclass
