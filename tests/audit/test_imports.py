@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,8 @@ def test_help_and_import_of_all_names_work_without_transformers(installed: bool)
     code += "; print('AuditCallback' in dir(e), 'AuditCallback' in globals(), Step)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert f"{installed} {installed} <class 'earnest_audit" in done.stdout
+
+
+def test_the_signature_of_audit_is_short() -> None:
+    """`help(audit)` begins with it: the laws are not in it."""
+    assert len(str(inspect.signature(earnest_audit.audit))) < 600

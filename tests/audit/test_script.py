@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from earnest.cli import main
+from earnest_audit.errors import EarnestError
 from earnest_audit.executor import PROGRESS
-from earnest_audit.frontends.script import ScriptError, audit_script
+from earnest_audit.frontends.script import audit_script
 from earnest_audit.verdict import Finding
 from earnest_audit.watching.watcher import OWNED, WATCHED
 
@@ -179,7 +180,7 @@ def test_what_cannot_be_judged_says_so(tmp_path: Path) -> None:
     assert "with watch(model, optimizer)" in nothing
     assert stopped(tmp_path, "import sys; sys.exit(3)").measured == "ended with 3"
     assert stopped(tmp_path, "x = 1\nraise OSError('no')").place.endswith("train.py:2")
-    with pytest.raises(ScriptError, match="there is no script"):
+    with pytest.raises(EarnestError, match="there is no script"):
         audit_script(tmp_path / "none.py")
 
 
@@ -321,7 +322,8 @@ for _ in range(6):
 
 def test_optimizers_that_own_no_module_are_not_said_to_be_missing(tmp_path: Path) -> None:
     text = "import torch\np = torch.ones(2, requires_grad=True)\ntorch.optim.SGD([p], lr=0.1).step()"
-    assert "stepped only optimizers that own no module's parameter and called no audit" in stopped(tmp_path, text).meaning
+    row = stopped(tmp_path, text)
+    assert "stepped only optimizers that own no module's parameter and called no audit" in row.meaning
 
 
 def test_a_watched_script_asks_for_nothing_that_it_cannot_give(tmp_path: Path) -> None:

@@ -107,9 +107,10 @@ def begin_reports(files: dict[str, Path | None], script: Path | None = None) -> 
     for name, path in files.items():
         if path is None:
             continue
-        folder = path.resolve().parent
+        place = path.resolve()
+        known = place.parent.is_dir() or place.is_relative_to(Path.cwd())
         try:
-            if (script and path.resolve() == script.resolve()) or not (folder.is_dir() or folder.is_relative_to(Path.cwd())):
+            if not known or (script is not None and place == script.resolve()):
                 raise OSError
             _write(name, path, Verdict((UNFINISHED,)))
         except OSError as error:

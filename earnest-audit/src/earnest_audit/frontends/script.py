@@ -34,7 +34,7 @@ from earnest_audit.frontends.reports import INTERRUPTED
 from earnest_audit.places import caller
 from earnest_audit.restore import replaced
 from earnest_audit.verdict import Finding, LawBroken, LawOutcome, Verdict
-from earnest_audit.watching.monitors import UnownedParameters, unowned_text
+from earnest_audit.watching.monitors import UnownedParameters, parameters_of, unowned_text
 from earnest_audit.watching.watcher import OWNED, WATCHED, Watch
 
 TRAINER = "transformers.trainer"
@@ -45,10 +45,6 @@ ONLY_WATCHED = Finding(
 )  # fmt: skip
 
 
-class ScriptError(EarnestError):
-    """A script cannot be audited."""
-
-
 def audit_script(
     path: Path, arguments: Sequence[str] = (), *, quick: bool = False, strict: bool = False,
     progress: Callable[[str], None] | None = None,
@@ -56,7 +52,7 @@ def audit_script(
     """Everything that was found while the script ran; ``strict``: with warnings as failures. A script that does not run
     to its end, or trains nothing, has a failing row AUDIT."""
     if not path.is_file():
-        raise ScriptError(f"there is no script {str(path)!r}.")
+        raise EarnestError(f"there is no script {str(path)!r}.")
     typed = {"argv": [str(path), *arguments], "path": [str(path.resolve().parent), *sys.path]}
     collected = Collected()
     end: BaseException | None = None
@@ -86,10 +82,8 @@ def _stopped(path: Path, end: BaseException | None, collected: Collected) -> Fin
     what, why = INTERRUPTED, "what comes after was not checked"
     if end is None:
         owners = "only optimizers that own no module's parameter" if collected.stepped else "no optimizer"
-        what, why = "trained nothing", (
-            f"it made no transformers.Trainer, stepped {owners} and called no audit(Step(…)). Put a loop that trains "
-            "in another way under `with watch(model, optimizer) as w:`"
-        )
+        what, why = "trained nothing", f"it made no transformers.Trainer, stepped {owners} and called no audit(Step(…))"
+        why += ". Put a loop that trains in another way under `with watch(model, optimizer) as w:`"
     elif isinstance(end, SystemExit):
         what = f"ended with {end.code!r}"
     elif isinstance(end, Exception):
@@ -161,7 +155,7 @@ class Collected:
             return
         self.stepped, self._place = True, self._place or caller()
         self._known.add(optimizer)
-        self._owned.update((p, True) for group in optimizer.param_groups for p in group["params"])
+        self._owned.update((p, True) for p in parameters_of(optimizer))
         for module in sorted(_modules(), key=lambda m: -sum(1 for _ in m.parameters())):
             named = [(f"{type(module).__name__}.{n}", p) for n, p in module.named_parameters()]
             self._unowned.look(named, self._owned.__contains__, any(p in self._owned for _, p in named))
@@ -243,7 +237,7 @@ def _modules() -> list[nn.Module]:
 def _owner(optimizer: torch.optim.Optimizer) -> nn.Module | None:
     """The smallest module that has all of the optimizer's parameters, without those of layers that are gone; the fewest
     such modules where no single one has them all."""
-    left = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    left = set(map(id, parameters_of(optimizer)))
     held = [(m, {id(p) for p in m.parameters()}) for m in _modules()]
     chosen: list[nn.Module] = []
     while found := [(module, has) for module, has in held if has & left]:

@@ -14,10 +14,12 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from earnest_audit.laws.liveness import some
-from earnest_audit.limits import ENOUGH, MANY, SAMPLE, SURE
+from earnest_audit.limits import ENOUGH, MANY
 from earnest_audit.verdict import Finding, judged
 
 FEW = 3  # parameters that are compared
+SAMPLE = 4096  # entries of a parameter that are compared
+SURE = 8  # looks at the norm, of which one is weak evidence
 SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little shorter
 
 
@@ -33,6 +35,11 @@ class Streak:
         self.looks += 1
         self.good += not bad
         self.row = self.row + 1 if bad else 0
+
+    @property
+    def lasts(self) -> bool:
+        """Bad from the beginning on, or in the last MANY looks; what is good again is not reported."""
+        return self.row >= (MANY if self.good else ENOUGH)
 
 
 @dataclass
@@ -180,8 +187,7 @@ class Cleared:
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped."""
         self.stop()
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        full = [p for p in parameters if p.requires_grad and p.grad is not None and p.grad.layout == torch.strided]
+        full = [p for p in parameters_of(optimizer) if p.requires_grad and p.grad is not None]
         first = next((p for p in sorted(full, key=Tensor.numel) if _any(p.grad)), None)
         if first is not None:
             self._handle = first.register_hook(lambda _: self._arrives(first))
@@ -232,7 +238,7 @@ class Norm:
         # A fused optimizer may be handed a scaled gradient, and unscale it inside.
         if logged is None or not math.isfinite(logged) or getattr(optimizer, "grad_scale", None) is not None:
             return
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
         handed = math.sqrt(sum(float(torch.linalg.vector_norm(values(g).float())) ** 2 for g in grads))
         if handed == 0 or not math.isfinite(handed):
             return
@@ -300,7 +306,11 @@ def hooked(optimizer: Any) -> Any:
 def owned() -> list[Tensor]:
     """The parameters of every optimizer that exists in this process."""
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-    return [p for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]]
+    return [p for o in optimizers for p in parameters_of(o)]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def at_gradients(act: Callable[[], None], args: Any, kwargs: Any) -> Any:
@@ -325,7 +335,7 @@ def at_gradients(act: Callable[[], None], args: Any, kwargs: Any) -> Any:
 def sampled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
     """A few trainable parameters, the optimizer's own where it owns some of the model, with a part of what they are."""
     trained = [p for p in model.parameters() if p.requires_grad and p.numel() and p.layout == torch.strided]
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    owned = set(map(id, parameters_of(optimizer)))
     candidates = [p for p in trained if id(p) in owned] or trained
     return [(p, entries(p).clone()) for p in candidates[:: max(1, len(candidates) // FEW)][:FEW]]
 

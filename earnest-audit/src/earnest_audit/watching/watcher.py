@@ -347,22 +347,19 @@ class Watch:
         )  # fmt: skip
 
     def _alive(self) -> Finding:
-        """Without a gradient from the beginning, or in the last MANY looks; what comes back is alive again."""
-        seen = {n: s for n, s in self._seen.items() if not idles(n, self.may_idle)}
-        never = [n for n, s in seen.items() if not s.idle.good and s.idle.row >= ENOUGH]
-        lost = [n for n, s in seen.items() if s.idle.good and s.idle.row >= MANY]
+        idle = {n: s.idle.good for n, s in self._seen.items() if s.idle.lasts and not idles(n, self.may_idle)}
+        never, lost = ([n for n, good in idle.items() if bool(good) == late] for late in (False, True))
         text = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
         text += f"{some(lost)} had a gradient once, and none in the last {MANY} looks or more. " if lost else ""
         return judged(
             "GL", f"{len(self._seen)} trainable parameters",
-            f"{len(self._seen) - len(never) - len(lost)} got a gradient"
-            + (f", {len(lost)} no longer do" if lost else ""),
-            "all", not never and not lost,
+            f"{len(self._seen) - len(idle)} got a gradient" + (f", {len(lost)} no longer do" if lost else ""),
+            "all", not idle,
             f"{text}Detached, bypassed, 0 · 0, or an expert that no token is sent to (declare it in may_idle).",
         )  # fmt: skip
 
     def _bits(self) -> Finding:
-        still = [n for n, s in self._seen.items() if s.stuck.row >= (MANY if s.stuck.good else ENOUGH)]
+        still = [n for n, s in self._seen.items() if s.stuck.lasts]
         late = sum(self._seen[n].stuck.good > 0 for n in still)
         return judged(
             "GL", "the parameters' bits",
