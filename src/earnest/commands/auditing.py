@@ -12,7 +12,7 @@ from rich.console import Console
 
 from earnest.commands.common import Overrides
 from earnest.errors import EarnestError
-from earnest_audit.frontends.command import begin_reports, report, script_verdict
+from earnest_audit.frontends.command import begin_reports, report
 
 if TYPE_CHECKING:
     from earnest_audit import Verdict
@@ -63,7 +63,9 @@ def audit(
     elif ":" in recipe:
         found = _grader_verdict(recipe, overrides or [])
     elif recipe.endswith(".py"):
-        found = script_verdict(Path(recipe), overrides or [], quick=quick, strict=strict)
+        from earnest_audit.frontends.script import audit_script
+
+        found = audit_script(Path(recipe), overrides or [], quick=quick, strict=strict)
     else:
         found = _recipe_verdict(recipe, overrides or [], quick)
     raise typer.Exit(report(found.strict() if strict else found, as_json=as_json, files=files))

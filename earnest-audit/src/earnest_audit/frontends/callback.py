@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest_audit.executor import LISTENERS, announce, audit
+from earnest_audit import executor
+from earnest_audit.executor import announce, audit
 from earnest_audit.frontends.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.limits import MANY
 from earnest_audit.measure import RecordingBatch, fresh, result_of
-from earnest_audit.restore import restored, seeded, without_dropout
+from earnest_audit.restore import replaced, restored, seeded, without_dropout
 from earnest_audit.step import StepError
 from earnest_audit.verdict import Finding, LawBroken, Verdict, judged, unchecked
 from earnest_audit.watching.monitors import hooked
@@ -134,11 +135,8 @@ class AuditCallback(TrainerCallback):
         intended = False if asks_for_a_mask(trainer, inputs) else self.all_supervised
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
-            listeners, LISTENERS[:] = [*LISTENERS], []  # called once, below, with the complete verdict
-            try:
+            with replaced(executor, {"LISTENERS": []}):  # called once, below, with the complete verdict
                 verdict = audit(step, quick=self.quick)
-            finally:
-                LISTENERS[:] = listeners
             rows = (*self._counted(model, inputs, items), *self._dropped(model, fresh(inputs), items))
             verdict += Verdict(rows)
         verdict = replace(verdict, findings=tuple(map(_of_a_trainer, verdict.findings)))

@@ -19,7 +19,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import redirect_stdout
 from pathlib import Path
 
 from earnest_audit.errors import EarnestError, nearest
@@ -47,7 +46,9 @@ def main(words: Sequence[str] | None = None) -> int:
             return 0
         files = {name: getattr(options, name) for name in FORMATS}
         begin_reports(files, Path(rest[0]))
-        verdict = script_verdict(Path(rest[0]), rest[1:], quick=options.quick, strict=options.strict)
+        from earnest_audit.frontends.script import audit_script  # imports torch
+
+        verdict = audit_script(Path(rest[0]), rest[1:], quick=options.quick, strict=options.strict)
         return report(verdict, as_json=options.json, files=files)
     except EarnestError as error:
         print(f"earnest-audit: {error}", file=sys.stderr)
@@ -90,15 +91,6 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
         else:
             rest.append(word)
     return own, rest
-
-
-def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False, strict: bool = False) -> Verdict:
-    """Run a script under the audit. Its output and the name of each law as it begins go to stderr, and so does the
-    traceback of an exception of the script."""
-    from earnest_audit.frontends.script import audit_script
-
-    with redirect_stdout(sys.stderr):
-        return audit_script(path, arguments, quick=quick, strict=strict, progress=lambda text: print(f"{text} …"))
 
 
 def begin_reports(files: dict[str, Path | None], script: Path | None = None) -> None:

@@ -12,7 +12,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import replace
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -34,8 +34,9 @@ from earnest_audit.frontends.reports import INTERRUPTED
 from earnest_audit.places import caller
 from earnest_audit.restore import replaced
 from earnest_audit.verdict import Finding, LawBroken, LawOutcome, Verdict
+from earnest_audit.watching import watcher
 from earnest_audit.watching.monitors import UnownedParameters, parameters_of, unowned_text
-from earnest_audit.watching.watcher import OWNED, WATCHED, Watch
+from earnest_audit.watching.watcher import OWNED, Watch
 
 TRAINER = "transformers.trainer"
 ONLY_WATCHED = Finding(
@@ -47,17 +48,19 @@ ONLY_WATCHED = Finding(
 
 def audit_script(
     path: Path, arguments: Sequence[str] = (), *, quick: bool = False, strict: bool = False,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda text: print(f"{text} …"),
 ) -> Verdict:  # fmt: skip
     """Everything that was found while the script ran; ``strict``: with warnings as failures. A script that does not run
-    to its end, or trains nothing, has a failing row AUDIT."""
+    to its end, or trains nothing, has a failing row AUDIT. Its output, the name of each law as it begins and the
+    traceback of an exception go to stderr."""
     if not path.is_file():
         raise EarnestError(f"there is no script {str(path)!r}.")
+    # As if `python SCRIPT.py ARGUMENTS` had been typed.
     typed = {"argv": [str(path), *arguments], "path": [str(path.resolve().parent), *sys.path]}
     collected = Collected()
     end: BaseException | None = None
     try:
-        with trained(quick, progress, collected), replaced(sys, typed):  # as if `python SCRIPT.py …` had been typed
+        with redirect_stdout(sys.stderr), trained(quick, progress, collected), replaced(sys, typed):
             try:
                 runpy.run_path(str(path), run_name="__main__")
             except SystemExit as code:  # the watches end as usual
@@ -104,10 +107,10 @@ def trained(
     optimizer a Watch."""
     found = found or Collected()
     with ExitStack() as stack:
-        stack.enter_context(_listed(executor.LISTENERS, found.audits.append))
-        stack.enter_context(_listed(WATCHED, found.watches))
-        if progress is not None:
-            stack.enter_context(_listed(executor.PROGRESS, progress))
+        shown = executor.PROGRESS if progress is None else [progress]
+        heard = [found.audits.append, *executor.LISTENERS]
+        stack.enter_context(replaced(executor, {"LISTENERS": heard, "PROGRESS": shown}))
+        stack.enter_context(replaced(watcher, {"WATCHED": [found.watches, *watcher.WATCHED]}))
         stack.enter_context(injected(quick))
         handle = register_optimizer_step_pre_hook(lambda optimizer, *_: found.at_step(optimizer, stack))
         stack.callback(handle.remove)
@@ -167,16 +170,6 @@ class Collected:
 
 
 @contextmanager
-def _listed(place: list[Any], item: Any) -> Iterator[None]:
-    """Inside, this item is the first of the list."""
-    place.insert(0, item)
-    try:
-        yield
-    finally:
-        place[:] = [other for other in place if other is not item]
-
-
-@contextmanager
 def injected(quick: bool) -> Iterator[None]:
     """Every trainer that is made inside gets a callback, unless it brings one. Transformers' trainer, which is slow to
     import, is changed when the script imports it."""
@@ -199,7 +192,8 @@ def injected(quick: bool) -> Iterator[None]:
         if TRAINER in sys.modules:
             change(sys.modules[TRAINER])
         else:
-            stack.enter_context(_listed(sys.meta_path, _AfterImport(change)))
+            sys.meta_path.insert(0, finder := _AfterImport(change))
+            stack.callback(finder.leave)
         yield
 
 
@@ -209,10 +203,14 @@ class _AfterImport(MetaPathFinder):
     def __init__(self, act: Callable[[ModuleType], None]) -> None:
         self.act = act
 
+    def leave(self) -> None:
+        if self in sys.meta_path:
+            sys.meta_path.remove(self)
+
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != TRAINER:
             return None
-        sys.meta_path.remove(self)
+        self.leave()
         spec = find_spec(name)
         if spec is not None and spec.loader is not None:
             load = spec.loader.exec_module
