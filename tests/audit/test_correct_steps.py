@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from earnest_audit import LawBroken, Metric, Setting, Step, StepError, Verdict, audit
+from earnest_audit.errors import EarnestError
 from earnest_audit.laws import coverage, documents, inputs, likelihood, masks, on_policy, shadow
 from earnest_audit.verdict import Finding
 from tests.audit.steps import STEPS, Tiny, grpo_loss, most, policy_step, sft_loss, sft_step
@@ -239,6 +240,27 @@ def test_advantages_may_have_a_first_column_that_the_loss_cuts_off() -> None:
     wide = step.batch["advantages"][:, None].expand(-1, step.batch["ids"].shape[1]).clone()
     found = audit(replace(step, batch={**step.batch, "advantages": wide}), laws=[on_policy.LAW])
     assert not found.errors and "descending the loss raises Σ A·lp" in outcomes(found.findings)
+
+
+def test_a_generator_in_the_batch_is_refused() -> None:
+    step = sft_step()
+    with pytest.raises(EarnestError, match="a generator, which can be read only once: give a list"):
+        audit(replace(step, batch={**step.batch, "texts": (text for text in "abcde")}))
+    assert not audit(replace(step, batch={**step.batch, "texts": list("abcde")}), laws=[inputs.LAW]).failures
+
+
+def test_ids_in_one_row_have_no_width() -> None:
+    """`edits.readings` took the least of no widths."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logs = model(batch["x"]).log_softmax(-1).flatten(0, 1)
+        return -(logs.gather(-1, batch["ids"][:, None])[:, 0] * batch["advantages"].flatten()).mean()
+
+    rng = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(4, 3, 5, generator=rng), "ids": torch.randint(0, 6, (12,), generator=rng),
+             "advantages": torch.randn(4, 3, generator=rng)}  # fmt: skip
+    roles = {"ids": "ids", "advantages": "advantages"}
+    assert audit(Step(nn.Linear(5, 6), loss, batch, roles=roles), laws=[inputs.LAW]).holds
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -262,6 +262,25 @@ def readings(step: Step) -> list[set[str]]:
     for keys in (wide, wide & declared, wide & (declared - foreign)):
         found += [keys] if keys not in found else []
     return found
+
+
+def guesses(step: Step) -> Iterator[str]:
+    """What laws assume of this batch because of its roles, shapes and values, for the verdict's notes."""
+    padded, teacher = readings(step), step.value("teacher")
+    if step.family is None and step.kind is not None:
+        yield f'guessed from roles: the family is "{step.kind}"; family="…" declares it'
+    if step.wide is None and len(padded) > 1 and (more := sorted(padded[0] - padded[-1])):
+        yield f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it"
+    if masks := [k for k in sorted(padded[0]) if k not in step.masks and _mask_like(step, k, step.batch[k])]:
+        yield f"guessed from values: {', '.join(masks)} is a mask, 0 in padding; a role or masks=(…) declares it"
+    if by_attention(step):
+        yield "guessed from values: the loss is taken where the attention mask is not 0; the role mask declares it"
+    if in_place(step) or ahead(step):
+        where = "their tokens stand" if in_place(step) else "they are predicted"
+        yield f"guessed from values: labels stand where {where}"
+    if teacher is not None and teacher.is_floating_point():
+        form = "log-probs" if log_like(teacher) else "probabilities" if probability_like(teacher) else "logits"
+        yield f"guessed from values: the teacher gives {form}"
 
 
 def _widths(step: Step) -> set[int]:

@@ -12,7 +12,7 @@ from earnest_audit.places import caller, place_of
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.subjects import Subject
-from earnest_audit.verdict import Finding, Verdict, judged, unchecked
+from earnest_audit.verdict import Finding, Verdict, judged
 
 LISTENERS: list[Callable[[Verdict], None]] = []
 """Each is called with every verdict; `earnest audit SCRIPT.py` collects them here."""
@@ -75,8 +75,7 @@ def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
     guesses = ", ".join(f"{name} is a {kind}" for name, kind in step.guesses.items())
     notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
-    if step.wide is None and len(guess := edits.readings(step)) > 1 and (more := sorted(guess[0] - guess[-1])):
-        notes.append(f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it")
+    notes += edits.guesses(step)
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
     return (*notes, *step.remarks)
 
@@ -91,20 +90,17 @@ def _rows(law: Law, probe: Probe) -> Iterator[Finding]:
     probe.law = law
     if not law.when(probe.step):
         return
-    for subject, what, given in law.asks:
-        if not given(probe.step):
-            yield law.not_declared(subject, what)
-            return
-    if not law.from_start and probe.gradient().norm() == 0:
-        yield law.not_applicable(law.name, "not checked: the gradient is 0, see GL")
-        return
-    if law.spare and not probe.afford(law.spare, keep=0.0):
-        yield law.not_applicable(law.name, "not checked: the budget is spent")
-        return
     try:
+        for subject, what, given in law.asks:
+            if not given(probe.step):
+                raise Ends(law.not_declared(subject, what))
+        if not law.from_start and probe.gradient().norm() == 0:
+            raise Ends(law.not_applicable(law.name, "not checked: the gradient is 0, see GL"))
+        if law.spare and not probe.afford(law.spare, keep=0.0):
+            raise Ends(law.not_applicable(law.name, "not checked: the budget is spent"))
         with probe.perturbed() if law.perturbed else nullcontext():
             yield from law.check(probe)
     except Ends as last:
         yield last.row
     except Exception as error:
-        yield unchecked(law.code, law.name, error)
+        yield law.unchecked(law.name, error)

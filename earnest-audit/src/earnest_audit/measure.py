@@ -15,9 +15,10 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
 from earnest_audit.edits import Batch
-from earnest_audit.gradient import Gradient
+from earnest_audit.gradient import Gradient, nodes
 from earnest_audit.restore import calling, copied, empty_grads, put_back, remembered
 from earnest_audit.step import Loss, Step, StepError
 
@@ -44,10 +45,10 @@ class Measure:
         self.step = step
         self.parameters = step.trainable()
         self.cost = 0.0
+        self.sparse: set[str] = set()  # parameters whose gradients are sparse
         self._state = "as it is"
         self._made: dict[tuple[str, str], Any] = {}
         self._kept: dict[tuple[str, int, str], Reading] = {}
-        self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
         self._put_buffers_back: Callable[[], None] = lambda: None
 
     def gradient(self, batch: Inputs = None, knobs: Inputs = None, loss: Loss | None = None) -> Gradient:
@@ -80,11 +81,7 @@ class Measure:
             return self._kept[key]
         self.cost += 1
         value, metrics = self.run(batch, knobs, loss)
-        if self._by_backward is None:
-            found = self._first_gradient(value, batch, knobs, loss)
-        else:
-            found = self.differentiate(value, list(self.parameters.values()))
-        reading = Reading(float(value.detach()), self._named(found), metrics)
+        reading = Reading(float(value.detach()), self.pull(value), metrics)
         if lasting:
             self._kept[key] = reading
         return reading
@@ -99,45 +96,26 @@ class Measure:
 
     def _named(self, found: Sequence[Tensor | None]) -> Gradient:
         """Without graphs, and dense."""
+        self.sparse |= {n for n, g in zip(self.parameters, found, strict=True) if g is not None and g.is_sparse}
         parts = (None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in found)
         return Gradient(dict(zip(self.parameters, parts, strict=True)))
 
     def _key(self, batch: Mapping[str, Any], knobs: Inputs) -> tuple[str, int, str]:
         return self._state, id(batch), repr(sorted((knobs or {}).items()))
 
-    def _first_gradient(
-        self, value: Tensor, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None
-    ) -> list[Tensor | None]:
-        """The gradient, and whether it has to be read by ``backward``: reentrant checkpointing refuses
-        ``autograd.grad``, or silently gives none where all parameters lie inside it. So where
-        some are missing the gradient is computed again by ``backward``."""
-        inputs, refused = list(self.parameters.values()), False
-        try:
-            found = self.differentiate(value, inputs)
-        except RuntimeError as error:
-            if "use_reentrant=True" not in str(error):
-                raise
-            refused, found = True, [None] * len(inputs)
-        self._by_backward = False
-        if not value.requires_grad or all(g is not None for g in found):
-            return found
-        self.cost += 1
-        self._by_backward = True
-        again = self.differentiate(self.run(batch, knobs, loss)[0], inputs)
-        self._by_backward = refused or any(a is None and b is not None for a, b in zip(found, again, strict=True))
-        return again if self._by_backward else found
-
     def differentiate(self, value: Tensor, inputs: Sequence[Tensor], retain: bool = False) -> list[Tensor | None]:
         """∂value/∂input, None where the value does not reach it, with no ``.grad`` left over.
 
-        By ``autograd.grad``; where the step is checkpointed reentrantly, by ``backward``, while the parameters' own
-        hooks are disabled.
+        By ``autograd.grad``; where a function is written in Python, which may run a backward pass of its own (reentrant
+        checkpointing) and then refuses ``autograd.grad`` or passes it by, by ``backward``, without the leaves' hooks.
         """
         if not value.requires_grad:
             return [None] * len(inputs)
-        if not self._by_backward:
+        graph = list(nodes(value.grad_fn))
+        if not any(isinstance(node, BackwardCFunction) for node in graph):
             return list(torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=retain))
-        reached = {id(t): t for t in (*inputs, *self.parameters.values())}.values()  # backward() fills every leaf
+        leaves = [node.variable for node in graph if hasattr(node, "variable")]  # backward() fills every one
+        reached = {id(t): t for t in (*inputs, *self.parameters.values(), *leaves)}.values()
         hooks = remembered(t._post_accumulate_grad_hooks for t in reached if t._post_accumulate_grad_hooks)
         with empty_grads(reached):
             try:

@@ -1,14 +1,16 @@
-"""The executor of a law: it perturbs, measures with a known resolution, keeps the budget, names the culprit, reports.
+"""Measures a step for the laws and judges what is measured: against its own noise and rounding, within a budget.
 
-A law is a table of relations (subject, edit, expectation, exception, meaning); its ``check`` yields one row for each.
-The expectations are methods of ``Probe``, and every law uses these six and nothing else to judge:
+Most rows are judged by one of six expectations, the first five of them here:
 
     matters    the gradient changes: any bit of it, or more than the noise of a step that is not deterministic
     same       it stays, within the step's own tolerance
     scales     it is a multiple c of what it was, low ≤ c ≤ high
     vanishes   it is 0, against its usual size
     descends   a number has the right sign
-    agrees     two computations give the same, within a stated room (``Law.agrees``)
+    agrees     two computations give the same, up to a stated limit (``law.Reporter.agrees``)
+
+Other rows have a list of what is wrong, which has to be empty (``Reporter.none``), or a number that has to be inside a
+range or beyond a threshold of the law itself (``Reporter.finding``); such a threshold is a constant with its reason.
 
 While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model's
 parameters, buffers, gradients, modes and hooks, its dropout rates, the optimizer and all random generators are bit for
@@ -326,12 +328,10 @@ class Probe(Measure):
         for name, p in self.step.model.named_parameters():
             for hook in (p._backward_hooks or {}).values():
                 copies[name].register_hook(hook)
-        found = Probe(replace(
+        return Probe(replace(
             self.step, model=model, batch=edits.lifted(self.step.batch), precision=None, optimizer=None,
             clipped=None, backward=None, update=None,
         ))  # fmt: skip
-        found._by_backward = self._by_backward
-        return found
 
     # --- the whole audit ----------------------------------------------------------------------------------------------
 

@@ -150,13 +150,20 @@ def buffers(model: nn.Module) -> Callable[[], None]:
 
 def remembered(values: Iterable[Any]) -> Callable[[], None]:
     """A function that puts what these tensors, dicts, lists and optimizers hold back into them."""
-    holders = (vars(value) if isinstance(value, torch.optim.Optimizer) else value for value in values)
-    kept = [(h, h.detach().clone() if isinstance(h, Tensor) else copy.copy(h)) for h in holders if _holds(h)]
+    holders = [vars(value) if isinstance(value, torch.optim.Optimizer) else value for value in values]
+    tensors = [(t, t.detach().clone()) for t in holders if isinstance(t, Tensor)]
+    members = [(held, copy.copy(held)) for held in holders if isinstance(held, dict | list | deque | set)]
 
     def undo() -> None:
+        for held, content in members:
+            held.clear()
+            (held.extend if isinstance(held, list | deque) else held.update)(content)
         with torch.no_grad():
-            for holder, content in kept:
-                _refill(holder, content)
+            for t, old in tensors:
+                if t.shape != old.shape or t.dtype != old.dtype:
+                    t.data = old.clone()
+                elif not torch.equal(_bits(t), _bits(old)):
+                    t.detach().copy_(old)
 
     return undo
 
@@ -179,22 +186,6 @@ def held_by(optimizer: torch.optim.Optimizer) -> list[Any]:
         elif isinstance(value, list | tuple | deque | set):
             todo += value
     return found
-
-
-def _holds(value: Any) -> bool:
-    """Whether it can change in place; the members of a container have contents of their own."""
-    return isinstance(value, Tensor | dict | list | deque | set)
-
-
-def _refill(value: Any, content: Any) -> None:
-    if isinstance(value, Tensor):
-        if value.shape != content.shape or value.dtype != content.dtype:
-            value.data = content.clone()
-        elif not torch.equal(_bits(value), _bits(content)):
-            value.detach().copy_(content)
-    else:
-        value.clear()
-        (value.extend if isinstance(value, list | deque) else value.update)(content)
 
 
 def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:

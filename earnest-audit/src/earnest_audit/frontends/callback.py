@@ -112,7 +112,7 @@ class AuditCallback(TrainerCallback):
         except Exception as error:
             if self.stop:
                 raise
-            row = unchecked("GL", f"the {what}", error, f"The {what} raised: nothing more is checked in this run.")
+            row = unchecked("GL", f"the {what}", error, f"The {what} raised, and the run goes on without it.")
             self.audited = (self.audited or Verdict(())) + Verdict((row,))
             announce(Verdict((row,)))
             if what == "watch":
