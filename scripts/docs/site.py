@@ -44,7 +44,7 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
 
 def _linked_law(found: re.Match[str]) -> str:
     """The code of a law with a link to its section of reference/laws.md; any other text as it is."""
-    from earnest_audit.laws.__main__ import ALL
+    from earnest_audit.frontends.pages import ALL
 
     names = {law.code: slugify(f"{law.code}: {law.name}", "-") for law in ALL}
     code = found[1]
@@ -189,7 +189,7 @@ def _cell(text: str) -> str:
 
 def laws() -> str:
     """A section for each law, from its own file."""
-    from earnest_audit.laws.__main__ import pages
+    from earnest_audit.frontends.pages import pages
 
     return f"# Laws of the audit\n\n[The audit](../audit.md) explains how to declare a step.\n\n{pages()}\n"
 

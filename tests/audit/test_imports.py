@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,17 @@ def test_earnest_audit_is_the_same_package_under_its_old_name() -> None:
     assert earnest.audit.Step is earnest_audit.Step and set(earnest.audit.__all__) == set(earnest_audit.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'Stap'; earnest_audit has "):
         earnest.audit.Stap  # noqa: B018
+
+
+@pytest.mark.parametrize("installed", [True, False])
+def test_help_and_import_of_all_names_work_without_transformers(installed: bool) -> None:
+    hide = "" if installed else "import sys; sys.modules['transformers'] = None; "
+    code = f"{hide}import pydoc; from earnest_audit import *; import earnest_audit as e; print(pydoc.render_doc(e)[:9])"
+    code += "; print('AuditCallback' in dir(e), 'AuditCallback' in globals(), Step)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"{installed} {installed} <class 'earnest_audit" in done.stdout
+
+
+def test_the_signature_of_audit_is_short() -> None:
+    """`help(audit)` begins with it: the laws are not in it."""
+    assert len(str(inspect.signature(earnest_audit.audit))) < 600

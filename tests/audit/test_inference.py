@@ -149,3 +149,10 @@ def test_wrong_calls_have_a_way_out() -> None:
         audit(step, logprobs)
     with pytest.raises(StepError, match=r"give clip_low, final to Step\(…\)"):
         audit(step, clip_low=0.2, final=1)
+
+
+def test_the_way_out_of_a_guess_is_named_where_there_was_one() -> None:
+    step = sft_step()
+    for roles in ({}, step.roles):
+        notes = infer(step.model, step.loss, step.batch, roles=roles).remarks
+        assert any("instead of guessing" in note for note in notes) == (not roles)

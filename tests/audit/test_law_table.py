@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 
 from earnest_audit.facts import KINDS
-from earnest_audit.frontends.pages import page
+from earnest_audit.frontends.pages import ALL, page, table
 from earnest_audit.law import SECTIONS
-from earnest_audit.laws.__main__ import ALL, table
 from earnest_audit.step import ROLES
 from scripts.docs.pages import ROOT
 

@@ -197,3 +197,25 @@ def test_a_marked_test_that_trains_nothing_is_told_so(tmp_path: Path) -> None:
     assert text.count("this test made no Trainer, stepped no optimizer of a module and called no audit(") >= 2
     assert "broken law" not in text and text.count("declare more of the step") == 0
     assert "the audit checked nothing. Declare more of the step." in text
+
+
+MISTYPED = """
+import pytest
+
+@pytest.mark.parametrize("n", [pytest.param(i, marks=m) for i, m in enumerate(
+    [pytest.mark.audit(stric=True), pytest.mark.audit(True), pytest.mark.audit(quick=True, strict=True)])])
+def test_marked(n):
+    import torch
+    p = torch.nn.Linear(1, 1)
+    o = torch.optim.SGD(p.parameters(), lr=0.1)
+    for _ in range(5):
+        o.zero_grad()
+        p(torch.randn(2, 1)).mean().backward()
+        o.step()
+"""
+
+
+def test_unknown_arguments_of_the_mark_are_an_error(tmp_path: Path) -> None:
+    found, text, code = outcomes(tmp_path, tests=MISTYPED, errors=False)
+    assert code == 1 and list(found.values()).count("FAILED") == 2 and found["test_marked[2]"] == "PASSED", text
+    assert "@pytest.mark.audit takes quick=… and strict=…, and got stric=" in text and "and got True" in text

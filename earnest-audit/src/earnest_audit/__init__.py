@@ -7,4 +7,4 @@ Needs torch and numpy, and imports no package of earnest. Names are imported whe
 from earnest_audit.lazy import lazy
 from earnest_audit.version import __version__ as __version__
 
-__getattr__, __dir__, __all__ = lazy(__name__)
+__getattr__, __dir__, __all__ = lazy(__name__, AuditCallback="transformers")

@@ -14,12 +14,14 @@ import ast
 import importlib
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 
-def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """``__getattr__``, ``__dir__`` and ``__all__`` of the package, from the imports in its stub."""
+def lazy(package: str, **needs: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
+    """``__getattr__``, ``__dir__`` and ``__all__`` of the package, from the imports in its stub. ``needs``: a name is
+    listed only where this package is installed."""
     module = sys.modules[package]
     assert module.__file__ is not None, "a package with a stub has a file"
     stub = ast.parse(Path(module.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
@@ -29,7 +31,7 @@ def lazy(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]], l
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
     }
-    names = sorted(where)
+    names = sorted(name for name in where if name not in needs or find_spec(needs[name]))
 
     def find(name: str) -> Any:
         if name not in where:

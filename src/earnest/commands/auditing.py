@@ -12,7 +12,7 @@ from rich.console import Console
 
 from earnest.commands.common import Overrides
 from earnest.errors import EarnestError
-from earnest_audit.frontends.command import report, script_verdict
+from earnest_audit.frontends.command import begin_reports, report
 
 if TYPE_CHECKING:
     from earnest_audit import Verdict
@@ -56,15 +56,18 @@ def audit(
         raise EarnestError(
             "give something to audit: a recipe (see `earnest recipes`), a script.py, my_task.py:Name, or --tests PATH."
         )
+    files = {"junit": junit, "sarif": sarif, "markdown": markdown}
+    begin_reports(files, Path(recipe))
     if recipe == "sampler":
         found = _sampler_verdict(overrides or [], model, folder, key)
     elif ":" in recipe:
         found = _grader_verdict(recipe, overrides or [])
     elif recipe.endswith(".py"):
-        found = script_verdict(Path(recipe), overrides or [], quick=quick, strict=strict)
+        from earnest_audit.frontends.script import audit_script
+
+        found = audit_script(Path(recipe), overrides or [], quick=quick, strict=strict)
     else:
         found = _recipe_verdict(recipe, overrides or [], quick)
-    files = {"junit": junit, "sarif": sarif, "markdown": markdown}
     raise typer.Exit(report(found.strict() if strict else found, as_json=as_json, files=files))
 
 

@@ -3,6 +3,7 @@ is clean."""
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -105,3 +106,14 @@ def test_a_loss_of_prime_rl(loss: Any, laws: set[str]) -> None:
     )
     found = {f.law for f in audit(step).failures}
     assert laws <= found if laws else not found, found
+
+
+def copies_its_config(*args: Any) -> Any:
+    *tensors, mode, config = args
+    return clipped(*tensors, mode, copy.deepcopy(config))
+
+
+def test_a_loss_of_verl_may_copy_its_config() -> None:
+    settings = {"clip_ratio_low": Setting(0.2, "clip"), "clip_ratio_high": Setting(0.2, "clip high")}
+    found = audit(verl(copies_its_config, config=SimpleNamespace(), settings=settings))
+    assert found.holds and not found.errors, str(found)

@@ -235,3 +235,28 @@ def test_released_trainers_supervise_their_ends(name: str, tmp_path: Path, monke
     assert callback.watch is not None
     found = {f.subject: f.outcome for f in callback.watch.verdict().findings}
     assert found.get("ends of answers, supervised") in ("holds", None)
+
+
+def test_a_trainer_that_trains_again_keeps_its_own_loss(tmp_path: Path) -> None:
+    """The first run raises in the middle; the trainer has a compute_loss of the user's."""
+    callback = AuditCallback(quick=True)
+    trainer = plain(tmp_path, 0, torch.float32, [callback])
+    own, calls = trainer.compute_loss, []
+
+    def compute_loss(*given: Any, **more: Any) -> Any:
+        calls.append(1)
+        if len(calls) == stop:
+            raise RuntimeError("out of memory")
+        return own(*given, **more)
+
+    trainer.compute_loss = compute_loss
+    stop = 10**6
+    trainer.train()
+    assert trainer.compute_loss is compute_loss
+    stop = 2 * len(calls) - 2
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trainer.train()
+    stop = 10**6
+    trainer.train()
+    trainer.train()
+    assert trainer.compute_loss is compute_loss and callback.verdict().holds

@@ -342,3 +342,50 @@ def test_metrics_that_are_no_real_numbers_do_not_end_the_run() -> None:
     with pytest.warns(WatchWarning, match="metric nan"):
         w.step(torch.tensor(1.0), metrics)
     assert [f.subject for f in w.verdict().failures] == ["metric nan"]
+
+
+@pytest.mark.parametrize("metric", [True, False])
+def test_an_event_is_one_failing_row(metric: bool) -> None:
+    """From the seventh update on every gradient is undefined, as every metric is where any is logged."""
+    model = Tiny(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always", WatchWarning)
+        with watch(model, optimizer, every=3) as w:
+            for number in range(16):
+                loss = model(torch.ones(2, 3, dtype=torch.long)).square().mean() * (math.nan if number == 6 else 1.0)
+                loss.backward()
+                w.step(loss if metric else None)
+                optimizer.step()
+                optimizer.zero_grad()
+    (failure,) = w.verdict().failures
+    assert failure.subject == ("metric loss" if metric else "gradient of embed.weight") and len(said) == 1
+    count = len(list(model.parameters())) - (not metric)
+    assert failure.measured == f"nan at update 7, then {count} more" and "gradient of out.bias" not in failure.meaning
+    assert f"Then came {'gradient of embed.weight' if metric else 'gradient of '}" in failure.meaning
+
+
+@pytest.mark.parametrize("arrives", [True, False])
+@pytest.mark.parametrize("minibatches", [1, 2])
+def test_several_epochs_over_one_batch_are_no_other_sampler(minibatches: int, arrives: bool) -> None:
+    """The rows of the sampler come again, in another order, when the policy has moved."""
+    model = Tiny(0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0)
+    far = 0.0
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WatchWarning)
+        with watch(model, optimizer, every=1) as w:
+            for number in range(3):
+                batch = policy_batch(model, number)
+                old = logprobs(model, batch).detach() / (1.0 if arrives else 0.7)
+                for _ in range(4):
+                    for rows in torch.randperm(5).chunk(minibatches):
+                        now = logprobs(model, batch)
+                        far = max(far, (now - old).abs().mean().item())
+                        (now[rows] * batch["advantages"][rows, None]).mean().backward()
+                        w.step(logprobs=now[rows], behaviour=old[rows], mask=batch["mask"][rows])
+                    optimizer.step()
+                    optimizer.zero_grad()
+    (row,) = [f for f in w.verdict().findings if f.subject == "sampler = trainer"]
+    assert far > 0.2 and "without 45 rows that came again" in row.measured
+    assert row.outcome == ("holds" if arrives else "fails") and (arrives or "stale=" in row.meaning), str(row)

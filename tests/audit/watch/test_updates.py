@@ -198,3 +198,51 @@ def test_pre_training_supervises_everything_by_declaration() -> None:
                     model(on.long()).sum().backward()
                     w.step(mask=on, attention=on)
         assert ("supervised share" in failed(w.verdict())) == (not declared)
+
+
+class Words(nn.Module):
+    """A large table of which a batch reads a few rows, with a sparse gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9000, 8, sparse=True), nn.Linear(8, 1)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(ids)).square().mean()
+
+
+@pytest.mark.parametrize("fault", ["", "constant", "forgotten"])
+def test_a_sparse_gradient_is_watched(fault: str) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    each = [torch.optim.SGD(model.head.parameters(), lr=0.1)]
+    if fault != "forgotten":
+        each.append(torch.optim.SGD(model.table.parameters(), lr=1e-30 if fault == "constant" else 0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", WatchWarning)
+        with watch(model, each, every=1) as w:
+            for number in range(6):
+                loss = model(torch.tensor([[5, 5, 7], [11, 2, 5]]) + number)
+                w.terms({"all": loss})
+                loss.backward()
+                w.step(loss, {"grad_norm": 10.0})
+                for optimizer in each:
+                    optimizer.step()
+                model.zero_grad()
+    subject = {"": set(), "constant": {"the parameters' bits"}, "forgotten": {"the optimizer's parameters"}}
+    assert failed(w.verdict()) == subject[fault], str(w.verdict())
+
+
+@pytest.mark.parametrize(
+    ("schedule", "outcome"),
+    [(lambda k: 0.0, "warns"), (lambda k: k / 10, None), (lambda k: float(k < 5), None)],
+    ids=["always 0", "warm-up", "ended"],
+)
+def test_a_learning_rate_of_0_is_reported_early(schedule: Any, outcome: str | None) -> None:
+    """After four looks it warns, after twenty it fails; meanwhile the row of the parameters' bits gives the reason."""
+    verdict = run(updates=8, schedule=schedule)
+    rows = {f.subject: f for f in verdict.findings}
+    assert verdict.holds and (rows["the learning rate"].outcome if "the learning rate" in rows else None) == outcome
+    bits = rows["the parameters' bits"]
+    assert (bits.outcome, bits.measured) == ("not applicable", "every learning rate is 0") or outcome is None
+    assert {f.subject: f for f in run(updates=2).findings}["the parameters' bits"].outcome == "not applicable"

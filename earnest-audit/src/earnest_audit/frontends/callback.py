@@ -22,11 +22,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
-from earnest_audit.executor import LISTENERS, audit
+from earnest_audit import executor
+from earnest_audit.executor import announce, audit
 from earnest_audit.frontends.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.limits import MANY
 from earnest_audit.measure import RecordingBatch, fresh, result_of
-from earnest_audit.restore import restored, seeded, without_dropout
+from earnest_audit.restore import replaced, restored, seeded, without_dropout
 from earnest_audit.step import StepError
 from earnest_audit.verdict import Finding, LawBroken, Verdict, judged, unchecked
 from earnest_audit.watching.monitors import hooked
@@ -48,6 +49,7 @@ class AuditCallback(TrainerCallback):
         self.audited: Verdict | None = None
         self.watch: Watch | None = None
         self._trainer: Any = None
+        self._instance: Any = None  # a compute_loss that the user gave to the trainer itself
         self._waited, self._watches = 0, True
 
     def verdict(self) -> Verdict:
@@ -56,8 +58,9 @@ class AuditCallback(TrainerCallback):
         return sum((v for v in both if v is not None), Verdict(()))
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._trainer = _calling_trainer()
-        self._own = self._trainer.compute_loss
+        trainer = _calling_trainer()
+        self._leave(RuntimeError)  # a run that raised
+        self._trainer, self._instance, self._own = trainer, vars(trainer).get("compute_loss"), trainer.compute_loss
         self._trainer.compute_loss = self._compute_loss
         self.audited, self.watch, self._waited, self._watches = None, None, 0, True
 
@@ -67,12 +70,19 @@ class AuditCallback(TrainerCallback):
                 self.watch.logged({k: v for k, v in logs.items() if not k.startswith("eval_")})
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._trainer is not None:
-            vars(self._trainer).pop("compute_loss", None)
-        if self.watch is not None:
-            self.watch.__exit__(None, None, None)
+        self._leave(None)
         if getattr(state, "is_world_process_zero", True):
             print(f"AuditCallback: {self.verdict().summary}. `.verdict()` has the rows.", file=sys.stderr)
+
+    def _leave(self, kind: type[BaseException] | None) -> None:
+        """The trainer gets its own compute_loss back, and the watch ends."""
+        if self._trainer is not None:
+            vars(self._trainer).pop("compute_loss", None)
+            if self._instance is not None and not isinstance(getattr(self._instance, "__self__", None), AuditCallback):
+                self._trainer.compute_loss = self._instance
+        if self.watch is not None:
+            self.watch.__exit__(kind, None, None)
+        self._trainer = None
 
     def _compute_loss(
         self, model: nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
@@ -104,8 +114,7 @@ class AuditCallback(TrainerCallback):
                 raise
             row = unchecked("GL", f"the {what}", error, f"The {what} raised, and the run goes on without it.")
             self.audited = (self.audited or Verdict(())) + Verdict((row,))
-            for tell in LISTENERS:
-                tell(Verdict((row,)))
+            announce(Verdict((row,)))
             if what == "watch":
                 self._watches = False
                 if self.watch is not None:
@@ -126,16 +135,12 @@ class AuditCallback(TrainerCallback):
         intended = False if asks_for_a_mask(trainer, inputs) else self.all_supervised
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
-            listeners, LISTENERS[:] = [*LISTENERS], []  # they hear the whole verdict below
-            try:
+            with replaced(executor, {"LISTENERS": []}):  # called once, below, with the complete verdict
                 verdict = audit(step, quick=self.quick)
-            finally:
-                LISTENERS[:] = listeners
             rows = (*self._counted(model, inputs, items), *self._dropped(model, fresh(inputs), items))
             verdict += Verdict(rows)
         verdict = replace(verdict, findings=tuple(map(_of_a_trainer, verdict.findings)))
-        for tell in LISTENERS:
-            tell(verdict)
+        announce(verdict)
         if self.stop:
             verdict.raise_if_failed()
         for f in (*verdict.failures, *verdict.warnings):
@@ -147,9 +152,9 @@ class AuditCallback(TrainerCallback):
         number must change it. A trainer that declares who divides (``loss_is_scaled_for_ga``) is not checked."""
         trainer = self._trainer
         own = callable(getattr(trainer, "compute_loss_func", None))
-        told = own or getattr(trainer, "model_accepts_loss_kwargs", False)
+        reads_count = own or getattr(trainer, "model_accepts_loss_kwargs", False)
         declared = getattr(trainer, "loss_is_scaled_for_ga", None) is not None
-        if items is None or declared or not told or trainer.args.gradient_accumulation_steps < 2:
+        if items is None or declared or not reads_count or trainer.args.gradient_accumulation_steps < 2:
             return
         one, two = (result_of(self._loss(model, fresh(inputs), n))[0].item() for n in (items, 2 * items))
         yield judged(

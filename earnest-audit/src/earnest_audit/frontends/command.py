@@ -8,7 +8,7 @@ script are passed to it, and so is everything after `--`.
 
 Exit codes: 0 no law is broken (rows may warn) · 1 a law is broken, with --strict also where a row warns, or nothing was
 checked · 2 the command is wrong, nothing in the script trained, or it raised or ended with an error before a law was
-broken · 130 Ctrl-C; what was checked until then is reported.
+broken · 130 Ctrl-C. What was checked until then is reported in each case, with a failing row for what went wrong.
 """
 
 from __future__ import annotations
@@ -18,13 +18,11 @@ import difflib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Sequence
-from contextlib import redirect_stdout, suppress
 from pathlib import Path
 
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.frontends.reports import FORMATS
+from earnest_audit.frontends.reports import FORMATS, INTERRUPTED, UNFINISHED
 from earnest_audit.frontends.terminal import show
 from earnest_audit.verdict import Verdict
 from earnest_audit.version import __version__
@@ -47,8 +45,10 @@ def main(words: Sequence[str] | None = None) -> int:
             print(_laws(rest[1:], options.json), flush=True)
             return 0
         files = {name: getattr(options, name) for name in FORMATS}
-        require_writable(files)
-        verdict = script_verdict(Path(rest[0]), rest[1:], quick=options.quick, strict=options.strict)
+        begin_reports(files, Path(rest[0]))
+        from earnest_audit.frontends.script import audit_script  # imports torch
+
+        verdict = audit_script(Path(rest[0]), rest[1:], quick=options.quick, strict=options.strict)
         return report(verdict, as_json=options.json, files=files)
     except EarnestError as error:
         print(f"earnest-audit: {error}", file=sys.stderr)
@@ -56,10 +56,7 @@ def main(words: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except KeyboardInterrupt as stop:
-        if (found := getattr(stop, "verdict", None)) is not None:
-            with suppress(KeyboardInterrupt):  # the second one
-                report(found, as_json=options.json, files=files)
+    except KeyboardInterrupt:  # the second one
         return 130
 
 
@@ -96,40 +93,35 @@ def _split(parser: argparse.ArgumentParser, words: Sequence[str]) -> tuple[list[
     return own, rest
 
 
-def script_verdict(path: Path, arguments: Sequence[str], *, quick: bool = False, strict: bool = False) -> Verdict:
-    """Run a script under the audit. Its output and the name of each law as it begins go to stderr. An exception of the
-    script is printed there with its traceback, and ends the command."""
-    from earnest_audit.frontends.script import audit_script
-
-    with redirect_stdout(sys.stderr):
-        return audit_script(path, arguments, quick=quick, strict=strict, progress=lambda text: print(f"{text} …"))
-
-
-def require_writable(files: dict[str, Path | None]) -> None:
-    """Raise if the file of a report cannot be written; before the script runs, so that its work is not lost."""
+def begin_reports(files: dict[str, Path | None], script: Path | None = None) -> None:
+    """Write each report as that of a run that did not end, so that no older one survives a run that is killed. Raise if
+    one cannot be written, before the work begins. Folders are created below the current folder only."""
     for name, path in files.items():
         if path is None:
             continue
-        folder = next(parent for parent in path.absolute().parents if parent.exists())
+        place = path.resolve()
+        known = place.parent.is_dir() or place.is_relative_to(Path.cwd())
         try:
-            if path.is_dir() or (path.exists() and not os.access(path, os.W_OK)):
+            if not known or (script is not None and place == script.resolve()):
                 raise OSError
-            with tempfile.TemporaryFile(dir=folder):  # permissions alone do not tell: /proc, a disk that is full
-                pass
+            _write(name, path, Verdict((UNFINISHED,)))
         except OSError as error:
             raise EarnestError(
-                f"--{name}: {path} cannot be written; give the path of a file in a folder of yours."
+                f"--{name}: {path} cannot be written; give the path of a file in a folder that exists and is yours."
             ) from error
+
+
+def _write(name: str, path: Path, verdict: Verdict) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(FORMATS[name][1](verdict), encoding="utf-8")
 
 
 def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) -> int:
     """Print the verdict, write its files, and return the exit code."""
     for name, path in files.items():
         if path is not None:
-            _, text = FORMATS[name]
             try:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(text(verdict), encoding="utf-8")
+                _write(name, path, verdict)
             except OSError as error:
                 print(f"earnest-audit: --{name}: {path} was not written ({error.strerror}).", file=sys.stderr)
     if as_json:
@@ -137,19 +129,20 @@ def report(verdict: Verdict, *, as_json: bool, files: dict[str, Path | None]) ->
     else:
         show(verdict)
     sys.stdout.flush()
-    return 0 if verdict.holds else 1
+    if any(f.measured == INTERRUPTED for f in verdict.failures):
+        return 130
+    return 0 if verdict.holds else 2 if {f.law for f in verdict.failures} == {"AUDIT"} else 1
 
 
 def _laws(codes: Sequence[str], as_json: bool) -> str:
     """A table of all laws, or the pages of the laws with these codes."""
-    from earnest_audit.frontends.pages import page
-    from earnest_audit.laws.__main__ import ALL
+    from earnest_audit.frontends.pages import ALL, page
 
     known = {law.code: law for law in ALL}
     for code in codes:
-        if code not in known:
+        if code.upper() not in known:
             raise EarnestError(f"there is no law {code!r}: {nearest(code, known)}")
-    chosen = [known[code] for code in codes] or list(ALL)
+    chosen = [known[code.upper()] for code in codes] or list(ALL)
     if as_json:
         rows = [{"code": law.code, "name": law.name, "tier": law.tier, "sentence": law.sentence} for law in chosen]
         return json.dumps(rows, indent=1, ensure_ascii=False)

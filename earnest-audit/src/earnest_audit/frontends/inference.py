@@ -75,7 +75,8 @@ class InferredStep(Step):
         none = [f"no role was found for {nothing}"] if nothing else []
         free = {k: v for k, v in numbers_of(self.loss).items() if k not in self.knobs}
         offered = [f"the loss has settings that are not declared: settings={free} declares them"] if free else []
-        return (*used, *none, *offered, "Step(…, roles={role: key}) declares roles instead of guessing them")
+        way_out = ["Step(…, roles={role: key}) declares roles instead of guessing them"] if used else []
+        return (*used, *none, *offered, *way_out)
 
 
 def audit(

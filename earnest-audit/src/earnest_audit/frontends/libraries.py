@@ -105,6 +105,8 @@ class _Changed:
         self._config, self._changed = config, changed
 
     def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a copy's: it begins without fields
+            raise AttributeError(name)
         changed = self.__dict__["_changed"]
         return changed[name] if name in changed else getattr(self.__dict__["_config"], name)
 

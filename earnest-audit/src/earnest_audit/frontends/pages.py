@@ -1,4 +1,4 @@
-"""The page of documentation of a law, in markdown."""
+"""The table of the laws, and the page of each, in markdown."""
 
 from __future__ import annotations
 
@@ -6,6 +6,22 @@ from dataclasses import MISSING, fields
 from typing import Any
 
 from earnest_audit.law import SECTIONS, Law
+from earnest_audit.laws import LAWS
+from earnest_audit.subjects import LAWS as SUBJECTS
+
+ALL = (*LAWS, *SUBJECTS)
+
+
+def table() -> str:
+    lines = ["| law | tier | statement |", "|---|---|---|"]
+    for law in ALL:
+        cells = (f"{law.code}, {law.name}", law.tier, law.sentence)
+        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def pages() -> str:
+    return "\n\n".join(map(page, ALL))
 
 
 def page(law: Law) -> str:

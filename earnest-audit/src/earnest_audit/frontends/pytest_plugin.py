@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:  # torch is imported only where something is audited
-    from earnest_audit.frontends.script import Found
+    from earnest_audit.frontends.script import Collected
     from earnest_audit.verdict import Finding, Verdict
 
 FOUND = pytest.StashKey[dict[str, dict[str, Any]]]()
@@ -82,7 +82,7 @@ def _line(finding: Finding) -> str:
 
 
 @contextmanager
-def _watching(quick: bool) -> Iterator[Found]:
+def _watching(quick: bool) -> Iterator[Collected]:
     """Watch all training inside the block; the verdict is read after the block has ended."""
     import warnings
 
@@ -116,6 +116,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
     if mark is None:
         return (yield)
     options = {"quick": False, "strict": False, **mark.kwargs}
+    if mark.args or len(options) > 2:
+        given = ", ".join([*map(repr, mark.args), *(f"{name}=" for name in mark.kwargs)])
+        pytest.fail(f"@pytest.mark.audit takes quick=… and strict=…, and got {given}", pytrace=False)
     with _watching(options["quick"]) as watched:
         result = yield
     verdict = watched.verdict()

@@ -27,6 +27,12 @@ NOTHING = Finding(
     "No law could be applied to what was audited: declare more of the step, or train for more steps.",
 )  # fmt: skip
 
+UNFINISHED = Finding(
+    "AUDIT", "the command", "it did not end", "it ends", "fails",
+    "The process was killed, or the command was wrong: nothing is known of the training step.",
+)  # fmt: skip
+INTERRUPTED = "was interrupted"  # measured in the row of a script
+
 
 def broken(verdict: Verdict) -> tuple[Finding, ...]:
     """The failures; if nothing was checked, that counts as one failure."""
@@ -91,8 +97,7 @@ def sarif(verdict: Verdict) -> str:
 
 
 def _rules(codes: Sequence[str]) -> list[dict[str, Any]]:
-    from earnest_audit.frontends.pages import page
-    from earnest_audit.laws.__main__ import ALL
+    from earnest_audit.frontends.pages import ALL, page
 
     laws = {law.code: law for law in ALL}
     rules: list[dict[str, Any]] = []

@@ -144,8 +144,8 @@ _PAIRED = {"input_ids": "", "attention_mask": "_attention", "completion_mask": "
 def _is_paired(trainer: Any, inputs: Inputs) -> bool:
     """DPO's batch and a reward model's; KTO's has a label for every row instead of a rival."""
     ids = inputs.get("input_ids")
-    told = "completion_mask" in inputs and not {"labels", "label", "prompt_ids"} & inputs.keys()
-    return (told or _is_a(trainer, "RewardTrainer")) and isinstance(ids, Tensor) and len(ids) % 2 == 0
+    by_keys = "completion_mask" in inputs and not {"labels", "label", "prompt_ids"} & inputs.keys()
+    return (by_keys or _is_a(trainer, "RewardTrainer")) and isinstance(ids, Tensor) and len(ids) % 2 == 0
 
 
 def _split_pairs(inputs: Inputs) -> dict[str, Any]:

@@ -1,23 +1,25 @@
 """What a watch counts of a run: steps of the optimizer, training mode, gradients that are cleared between two updates,
-the logged norm, learning rates."""
+the logged norm, learning rates, parameters without an optimizer."""
 
 from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
+from earnest_audit.laws.liveness import some
 from earnest_audit.limits import ENOUGH, MANY
 from earnest_audit.verdict import Finding, judged
 
 FEW = 3  # parameters that are compared
 SAMPLE = 4096  # entries of a parameter that are compared
-SURE = 8  # looks, where one is weak evidence
+SURE = 8  # looks at the norm, of which one is weak evidence
 SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little shorter
 
 
@@ -34,6 +36,11 @@ class Streak:
         self.good += not bad
         self.row = self.row + 1 if bad else 0
 
+    @property
+    def lasts(self) -> bool:
+        """Bad from the beginning on, or in the last MANY looks; what is good again is not reported."""
+        return self.row >= (MANY if self.good else ENOUGH)
+
 
 @dataclass
 class StepCounter:
@@ -46,8 +53,8 @@ class StepCounter:
     began: bool = False
     ended: bool = False  # the loop was left, and nothing had been raised
     gradients: int = 0  # looks with a gradient
-    bare: int = 0  # looks without one that was there at w.step
-    _there: bool = False
+    lost: int = 0  # looks without one that was there at w.step
+    _had_gradient: bool = False
     _first: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def call(self, model: nn.Module, optimizer: torch.optim.Optimizer, due: bool) -> None:
@@ -59,7 +66,7 @@ class StepCounter:
             self._first = sampled(model, optimizer)
         if due and not self.gradients:
             small = sorted((p.grad for p in model.parameters() if p.grad is not None), key=Tensor.numel)
-            self._there = any(bool(grad.count_nonzero()) for grad in small[:FEW])
+            self._had_gradient = any(map(_any, small[:FEW]))
 
     def begin(self) -> None:
         """The optimizer is about to step."""
@@ -69,8 +76,8 @@ class StepCounter:
     def look(self, gradients: bool) -> None:
         """The step that begins is looked at, with or without gradients."""
         self.gradients += gradients
-        self.bare += self._there and not gradients
-        self._there = False
+        self.lost += self._had_gradient and not gradients
+        self._had_gradient = False
 
     def findings(self, updates: int, looks: int) -> Iterator[Finding]:
         if self.calls and not self.steps:
@@ -90,10 +97,10 @@ class StepCounter:
                 "of its updates: watch it too.",
             )  # fmt: skip
         elif looks and not self.gradients:
-            sure = self.bare == looks >= ENOUGH
+            sure = self.lost == looks >= ENOUGH
             yield Finding(
                 "GL", "gradients at the optimizer's step",
-                f"none in {looks} looks; there at w.step in {self.bare}" if self.bare else f"none in {looks} looks",
+                f"none in {looks} looks; there at w.step in {self.lost}" if self.lost else f"none in {looks} looks",
                 "some", "fails" if sure else "not applicable",
                 "Gradients are there at w.step and gone when the optimizer steps: zero_grad is called between backward "
                 "and step." if sure else "Nothing was trained in these looks: there was no gradient, or it was 0.",
@@ -180,8 +187,7 @@ class Cleared:
     def begin(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has stepped."""
         self.stop()
-        parameters = (p for group in optimizer.param_groups for p in group["params"])
-        full = [p for p in parameters if p.requires_grad and p.grad is not None and p.grad.layout == torch.strided]
+        full = [p for p in parameters_of(optimizer) if p.requires_grad and p.grad is not None]
         first = next((p for p in sorted(full, key=Tensor.numel) if _any(p.grad)), None)
         if first is not None:
             self._handle = first.register_hook(lambda _: self._arrives(first))
@@ -215,7 +221,7 @@ class Cleared:
 
 
 def _any(grad: Tensor | None) -> bool:
-    return grad is not None and bool((grad != 0).any())
+    return grad is not None and bool((values(grad) != 0).any())
 
 
 @dataclass
@@ -232,8 +238,8 @@ class Norm:
         # A fused optimizer may be handed a scaled gradient, and unscale it inside.
         if logged is None or not math.isfinite(logged) or getattr(optimizer, "grad_scale", None) is not None:
             return
-        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        handed = math.sqrt(sum(float(torch.linalg.vector_norm(g.detach().float())) ** 2 for g in grads))
+        grads = [p.grad for p in parameters_of(optimizer) if p.grad is not None]
+        handed = math.sqrt(sum(float(torch.linalg.vector_norm(values(g).float())) ** 2 for g in grads))
         if handed == 0 or not math.isfinite(handed):
             return
         self.ratio = max(self.ratio, logged / handed)
@@ -277,13 +283,14 @@ class Rates:
         return self.now.get(id(p), 0.0) > 0 and self.now[id(p)] >= 0.5 * self.peaks[id(p)]
 
     def findings(self) -> Iterator[Finding]:
-        if self.zero.looks >= MANY:
+        if self.zero.looks >= (MANY if self.zero.good else ENOUGH):
             ever = self.zero.good > 0
             yield judged(
                 "GL", "the learning rate", f"{'above' if ever else 'always'} 0 in {self.zero.looks} looks", "above 0",
-                ever,
-                "Every group's learning rate is 0 while gradients come: a schedule that was cast to whole numbers, or "
-                "counts epochs. (A schedule that ends at 0 is not an error.)",
+                ever or ("warns" if self.zero.looks < MANY else False),
+                "Every group's learning rate is 0 while gradients come: it was set to 0, or a schedule was cast to "
+                f"whole numbers, or counts epochs. After {MANY} looks this fails. (A schedule that begins or ends at 0 "
+                "is not an error.)",
             )  # fmt: skip
 
 
@@ -299,7 +306,11 @@ def hooked(optimizer: Any) -> Any:
 def owned() -> list[Tensor]:
     """The parameters of every optimizer that exists in this process."""
     optimizers = [o for o in gc.get_objects() if issubclass(type(o), torch.optim.Optimizer)]
-    return [p for o in optimizers for group in getattr(o, "param_groups", ()) for p in group["params"]]
+    return [p for o in optimizers for p in parameters_of(o)]
+
+
+def parameters_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]]
 
 
 def at_gradients(act: Callable[[], None], args: Any, kwargs: Any) -> Any:
@@ -324,12 +335,85 @@ def at_gradients(act: Callable[[], None], args: Any, kwargs: Any) -> Any:
 def sampled(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[tuple[Tensor, Tensor]]:
     """A few trainable parameters, the optimizer's own where it owns some of the model, with a part of what they are."""
     trained = [p for p in model.parameters() if p.requires_grad and p.numel() and p.layout == torch.strided]
-    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    asked = [p for p in trained if id(p) in owned] or trained
-    return [(p, entries(p).clone()) for p in asked[:: max(1, len(asked) // FEW)][:FEW]]
+    owned = set(map(id, parameters_of(optimizer)))
+    candidates = [p for p in trained if id(p) in owned] or trained
+    return [(p, entries(p).clone()) for p in candidates[:: max(1, len(candidates) // FEW)][:FEW]]
 
 
-def entries(p: Tensor) -> Tensor:
-    """Up to SAMPLE entries, evenly spread."""
-    flat = p.detach().reshape(-1)
+def entries(p: Tensor, rows: Tensor | None = None) -> Tensor:
+    """Up to SAMPLE entries, evenly spread over all rows or these."""
+    flat = (p.detach() if rows is None else p.detach()[rows]).reshape(-1)
     return flat[:: max(1, flat.numel() // SAMPLE)]
+
+
+def values(grad: Tensor) -> Tensor:
+    """The entries of a gradient; of a sparse one, those that it has."""
+    return (grad.coalesce().values() if grad.is_sparse else grad).detach()
+
+
+def rows_of(grad: Tensor | None) -> Tensor | None:
+    """The rows that a sparse gradient has; None of a dense one."""
+    return grad.coalesce().indices()[0] if grad is not None and grad.is_sparse else None
+
+
+@dataclass(eq=False)
+class UnownedParameter:
+    name: str
+    key: int  # the id of the parameter
+    sure: bool = False  # other parameters of its module are trained
+    owned: bool = False
+    looks: int = 0  # new gradients in a row after which it had not changed
+    gradient: float = 0.0  # its last norm
+    rows: Tensor | None = None
+    value: Tensor | None = None
+
+
+class UnownedParameters:
+    """Finds parameters that get new gradients, belong to no optimizer, and stay constant."""
+
+    def __init__(self) -> None:
+        self._seen = WeakIdKeyDictionary()
+        self._trained: list[UnownedParameter] = []  # those with a gradient, also of modules that are gone
+
+    def look(self, named: Iterable[tuple[str, Tensor]], owns: Callable[[Tensor], bool], sure: bool = True) -> None:
+        """Call before a step. A parameter that has changed since its last gradient is trained elsewhere."""
+        for name, p in named:
+            seen = self._seen.setdefault(p, UnownedParameter(name, id(p)))
+            seen.sure, seen.owned = seen.sure or sure, owns(p)
+            if seen.owned or not p.requires_grad:
+                seen.looks = 0
+                continue
+            size = 0.0 if p.grad is None else float(torch.linalg.vector_norm(values(p.grad).float()))
+            if size in (0.0, seen.gradient) or not math.isfinite(size):
+                continue
+            if not seen.gradient:
+                self._trained.append(seen)
+            same = seen.value is None or torch.equal(entries(p, seen.rows), seen.value)
+            seen.looks = seen.looks + 1 if same else 0
+            seen.gradient, seen.rows = size, rows_of(p.grad)
+            seen.value = entries(p, seen.rows).clone()
+
+    def look_again(self, owns: Callable[[Tensor], bool]) -> None:
+        """At the parameters that had a gradient and no owner."""
+        self.look([(s.name, p) for p, s in list(self._seen.items()) if s.gradient and not s.owned], owns, sure=False)
+
+    def missing(self, patient: bool = True) -> tuple[list[UnownedParameter], list[UnownedParameter]]:
+        """Those that ENOUGH looks are sure of, and those that MANY looks decide (``patient``): another optimizer of the
+        process has them, or may have a copy of them with more digits, and may step rarely."""
+        still = [s for s in self._trained if not s.owned and s.looks >= ENOUGH]
+        late: list[UnownedParameter] = []
+        if patient and any(s.looks < MANY for s in still):
+            known = {id(p): p for p in self._seen}
+            others = {id(q): q for q in owned()}
+            widest = max((q.element_size() for key, q in others.items() if key not in known), default=0)
+            sizes = {key: p.element_size() for key, p in known.items()}
+            late = [s for s in still if s.looks < MANY and (s.key in others or sizes.get(s.key, widest) < widest)]
+        return [s for s in still if s not in late], late
+
+
+def unowned_text(found: Sequence[UnownedParameter]) -> str:
+    return (
+        f"{some([s.name for s in found])} get a gradient and no optimizer moves them: they were left out of the "
+        "optimizer, were unfrozen or put in another's place after it was made, or it was made for a copy of the model. "
+        "Add them to it; several optimizers are given as a list; requires_grad_(False) freezes what is meant to stay."
+    )

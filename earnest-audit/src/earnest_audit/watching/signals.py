@@ -16,6 +16,7 @@ from earnest_audit.step import StepError
 from earnest_audit.verdict import Finding, LawOutcome, judged
 
 KNOWN = ("mask", "attention", "advantages", "group", "logprobs", "behaviour", "stale", "truncated", "ends")
+SAMPLED = 100_000  # rows that are remembered, to know those that come again
 GAP = 0.1  # mean |log ratio| of an unchanged policy; engines in 16 bits differ by 0.01 to 0.05
 
 
@@ -79,16 +80,19 @@ class Signals:
 
     shares: dict[str, Share] = field(default_factory=_shares)
     gap: float | None = None  # the largest mean |log ratio| right after sampling
+    again: int = 0  # rows of the sampler that an earlier update was made from, so that the policy has moved since
     all_supervised: bool = False  # prompts are meant to be supervised too
+    _first: dict[float, int] = field(default_factory=dict)  # of a row's sum: its first update
 
-    def look(self, signals: Mapping[str, object], due: bool) -> None:
+    def look(self, signals: Mapping[str, object], due: bool, updates: int) -> None:
         """Count one batch if it is due; ``Watch.step`` explains the signals."""
         for name in signals:
             if name not in KNOWN:
                 raise StepError(f"unknown signal {name!r}: {nearest(name, KNOWN)}")
+        given = {k: v for k, v in signals.items() if isinstance(v, Tensor)}
+        fresh = self._fresh(given["behaviour"], updates) if "behaviour" in given else None
         if not due:
             return
-        given = {k: v for k, v in signals.items() if isinstance(v, Tensor)}
         mask, shown = given.get("mask"), given.get("attention")
         if mask is not None:
             self.shares["mask"].add(mask, None if shown is None else int((shown != 0).sum()))
@@ -100,8 +104,18 @@ class Signals:
                 self.shares[name].add(given[name])
         if "logprobs" in given and "behaviour" in given and not signals.get("stale"):
             gap = (given["logprobs"].detach().double() - given["behaviour"].detach().double()).abs()
-            on = _on(mask, gap)
+            assert fresh is not None
+            self.again += int((~fresh).sum())
+            on = _on(mask, gap) & fresh.to(gap.device)[(...,) + (None,) * (gap.ndim - 1)]
             self.gap = max(self.gap or 0.0, float(gap[on].mean()) if bool(on.any()) else 0.0)
+
+    def _fresh(self, behaviour: Tensor, updates: int) -> Tensor:
+        """Rows that no earlier update was made from [B]; of tokens in a row, one for all."""
+        rows = behaviour.detach().double().reshape(len(behaviour) if behaviour.ndim > 1 else 1, -1)
+        fresh = torch.tensor([self._first.setdefault(total, updates) == updates for total in rows.sum(-1).tolist()])
+        while len(self._first) > SAMPLED:
+            del self._first[next(iter(self._first))]
+        return fresh
 
     def findings(self) -> Iterator[Finding]:
         """One row per signal, up to now."""
@@ -109,11 +123,13 @@ class Signals:
         if self.gap is None:
             yield not_declared("RT", "sampler = trainer", "logprobs=… and behaviour=…")
             return
+        again = f", without {self.again} rows that came again" if self.again else ""
         yield judged(
-            "RT", "sampler = trainer", f"mean |log ratio| {self.gap:.2g} right after sampling", f"≤ {GAP:g}",
+            "RT", "sampler = trainer", f"mean |log ratio| {self.gap:.2g} right after sampling{again}", f"≤ {GAP:g}",
             self.gap <= GAP,
             "The policy that trains is not the one that sampled, before any update: a temperature or top-p is applied "
-            "on one side only, weights did not arrive, or tokens are shifted by one.",
+            "on one side only, weights did not arrive, or tokens are shifted by one. Where updates were made since "
+            "sampling, w.step(…, stale=number of them) declares it.",
         )  # fmt: skip
 
 

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from earnest_audit.gradient import nodes
 from earnest_audit.law import not_declared
 from earnest_audit.laws.liveness import CANCELS, cancelling, idles, largest_entry, some
 from earnest_audit.limits import ENOUGH, MANY
@@ -35,7 +36,7 @@ from earnest_audit.places import caller, parts
 from earnest_audit.together import Together
 from earnest_audit.verdict import Finding, Verdict, judged
 from earnest_audit.watching import monitors
-from earnest_audit.watching.monitors import Streak, entries, hooked
+from earnest_audit.watching.monitors import Streak, entries, hooked, values
 from earnest_audit.watching.signals import Signals
 
 MOVES = ("kl", "entropy")  # metrics that cannot stay constant while a policy learns; more are declared
@@ -60,17 +61,8 @@ def warn(text: str) -> None:
 
 
 def _reentrant(loss: Tensor) -> bool:
-    """Whether its graph has a reentrant checkpoint, which passes `autograd.grad` by without a word."""
-    seen, todo = set(), [loss.grad_fn]
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        if node.name() == "CheckpointFunctionBackward":
-            return True
-        seen.add(node)
-        todo += [parent for parent, _ in node.next_functions]
-    return False
+    """Whether its graph has a reentrant checkpoint, of which `autograd.grad` omits the gradient."""
+    return any(node.name() == "CheckpointFunctionBackward" for node in nodes(loss.grad_fn))
 
 
 @dataclass
@@ -79,15 +71,9 @@ class _Parameter:
 
     idle: Streak = field(default_factory=Streak)  # looks without a gradient, or with one that is all 0
     stuck: Streak = field(default_factory=Streak)  # updates with a gradient and a learning rate that moved no bit
-    stray: Streak = field(default_factory=Streak)  # looks with a gradient, and no change since the last one
+    rows: Tensor | None = None  # of a sparse gradient
     cancels: bool = True  # in every look it was reached, and its gradient was 0 up to rounding
     before: Tensor | None = None
-    last: Tensor | None = None
-
-    def freeze(self) -> None:
-        """Nothing is in a row any more."""
-        for streak in (self.idle, self.stuck, self.stray):
-            streak.row = 0
 
 
 class Watch:
@@ -116,12 +102,14 @@ class Watch:
         self._metrics: dict[str, tuple[float, Streak]] = {}  # the last value, and how often it was that of before
         self._shares: dict[str, list[float]] = {}
         self._terms_at = 0
-        self._broken: dict[str, Finding] = {}
+        self._events: dict[int, dict[str, float]] = {}  # by update: what was not finite then, or soon afterwards
+        self._broke = 0  # the last update in which something was not finite
         self._warned: set[tuple[str, str, bool]] = set()
         self._handles: list[Any] = []
         self._signals, self._mode = Signals(all_supervised=all_supervised), monitors.Mode(may_leave=may_eval)
         self._cleared, self._norm = monitors.Cleared(), monitors.Norm()
         self._rates, self._steps = monitors.Rates(), monitors.StepCounter()
+        self.unowned = monitors.UnownedParameters()
 
     def __enter__(self) -> Watch:
         for seen in WATCHED:
@@ -158,7 +146,7 @@ class Watch:
         for name, loss in losses.items():
             if loss.requires_grad:
                 found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
-                norms[name] = math.sqrt(sum(float(g.float().square().sum()) for g in found if g is not None))
+                norms[name] = math.sqrt(sum(float(values(g).float().square().sum()) for g in found if g is not None))
         total = sum(norms.values())
         for name, norm in norms.items():
             self._shares.setdefault(name, []).append(norm / total if total else 0.0)
@@ -181,10 +169,10 @@ class Watch:
         ``truncated``   answers that hit the length limit [B]
         ``ends``        1 where the token that ends a supervised answer is supervised [N]
         """
-        values = numbers({**(metrics or {}), **({} if loss is None else {"loss": loss})})
-        self._norm.logged = next((v for name, v in values.items() if name.rsplit("/", 1)[-1] == "grad_norm"), None)
-        self.logged(values)
-        self._signals.look(signals, self.due)
+        logged = numbers({**(metrics or {}), **({} if loss is None else {"loss": loss})})
+        self._norm.logged = next((v for name, v in logged.items() if name.rsplit("/", 1)[-1] == "grad_norm"), None)
+        self.logged(logged)
+        self._signals.look(signals, self.due, self.updates)
         self._mode.see(self.model)
         if self.optimizer is None:
             self.before_update()
@@ -196,10 +184,9 @@ class Watch:
 
     def logged(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that come when their update has been made."""
-        for name, value in numbers(metrics).items():
-            if not math.isfinite(value):
-                why = f"{name} is not a number any more; what was learned since may be lost."
-                self._break(f"metric {name}", value, why)
+        now = numbers(metrics)
+        self._finite({f"metric {name}": value for name, value in now.items()})
+        for name, value in now.items():
             last, same = self._metrics.get(name, (math.nan, Streak()))
             same.see(value == last)
             self._metrics[name] = (value, same)
@@ -219,6 +206,7 @@ class Watch:
         if self.optimizer is not None:
             self._rates.look(self.optimizer)
             self._norm.look(self.optimizer)
+            self.unowned.look(self.model.named_parameters(), lambda p: id(p) in self._rates.now)
         parameters = dict(self.model.named_parameters())
         sizes = {name: self._look(name, p) for name, p in parameters.items()}
         largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
@@ -227,35 +215,21 @@ class Watch:
                 self._seen[name].cancels = False
         self._rates.count(any(size > 0 and math.isfinite(size) for size in sizes.values()))
         self._steps.look(any(size != 0 for size in sizes.values()))
+        self._finite({f"gradient of {name}": size for name, size in sizes.items()})
 
     def _look(self, name: str, p: nn.Parameter) -> float:
         """The size of its gradient; 0 where there is none."""
         if not p.requires_grad:
-            if name in self._seen:  # frozen on purpose, for now
-                self._seen[name].freeze()
+            if name in self._seen:  # frozen on purpose, for now: nothing is in a row any more
+                self._seen[name].idle.row = self._seen[name].stuck.row = 0
             return 0.0
         seen = self._seen.setdefault(name, _Parameter())
-        seen.before = None
-        size = 0.0 if p.grad is None else largest_entry(p.grad)
-        if not math.isfinite(size):
-            why = "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits."
-            self._break(f"gradient of {name}", size, why)
+        size = 0.0 if p.grad is None else largest_entry(values(p.grad))
         alive = math.isfinite(size) and size > 0
         seen.idle.see(not alive)
-        if alive:
-            self._sampled(p, seen)
+        seen.rows = monitors.rows_of(p.grad)
+        seen.before = entries(p, seen.rows).clone() if alive and self._rates.full(p) else None
         return size
-
-    def _sampled(self, p: Tensor, seen: _Parameter) -> None:
-        """Keep what the update has to change; of what the optimizer does not own, what somebody else has to."""
-        if self._rates.full(p):
-            seen.before = entries(p).clone()
-        if self.optimizer is None or id(p) in self._rates.now:
-            seen.stray, seen.last = Streak(), None
-            return
-        now = entries(p)
-        seen.stray.see(seen.last is None or torch.equal(now, seen.last))
-        seen.last = now.clone()
 
     def after_update(self) -> None:
         """The optimizer has stepped."""
@@ -263,7 +237,7 @@ class Watch:
             for name, p in self.model.named_parameters():
                 seen = self._seen.get(name)
                 if seen is not None and seen.before is not None:
-                    seen.stuck.see(torch.equal(entries(p), seen.before))
+                    seen.stuck.see(torch.equal(entries(p, seen.rows), seen.before))
                     seen.before = None
             self._cleared.begin(self.optimizer)
         self._end_update()
@@ -274,12 +248,28 @@ class Watch:
         if due:
             self._warn()
 
-    def _break(self, subject: str, value: float, meaning: str) -> None:
-        """What cannot be made good by later looks."""
-        if subject not in self._broken:
-            measured = f"{value} at update {self.updates + 1}"
-            self._broken[subject] = Finding("GL", subject, measured, "finite", "fails", meaning)
-            self._warn()
+    def _finite(self, sizes: Mapping[str, float]) -> None:
+        """What is not finite once cannot be made good by later looks. What follows within ``every`` updates of the last
+        such value belongs to the same event."""
+        broken = {name: size for name, size in sizes.items() if not math.isfinite(size)}
+        if not broken:
+            return
+        if new := broken.keys() - {name for event in self._events.values() for name in event}:
+            if not self._events or self.updates - self._broke > self.every:
+                self._events[self.updates + 1] = {}
+            self._events[max(self._events)] |= {name: size for name, size in broken.items() if name in new}
+        self._broke = self.updates
+        self._warn()
+
+    def _event(self, update: int) -> Finding:
+        first, *others = self._events[update]
+        metric = first.removeprefix("metric ")
+        why = "An infinite or undefined gradient: a log of 0, an empty mask's mean, an overflow in 16 bits."
+        why = why if metric == first else f"{metric} is not a number any more; what was learned since may be lost."
+        more = f", then {len(others)} more" if others else ""
+        meaning = f"{why} Then came {some(others)}." if others else why
+        measured = f"{self._events[update][first]} at update {update}{more}"
+        return Finding("GL", first, measured, "finite", "fails", meaning)
 
     def _warn(self) -> None:
         """Warn of each failure once; of one that begins later ("no longer") once more."""
@@ -310,8 +300,8 @@ class Watch:
             )  # fmt: skip
 
     def _findings(self) -> Iterator[Finding]:
-        yield from self._broken.values()
-        if self.looks and not self._broken:
+        yield from map(self._event, self._events)
+        if self.looks and not self._events:
             yield Finding("GL", "gradients and metrics", f"finite in {self.looks} looks", "finite", "holds")
         if self.looks >= ENOUGH:
             yield self._alive()
@@ -324,6 +314,12 @@ class Watch:
             yield not_declared("GL", "the parameters' bits", "watch(model, optimizer)")
         elif any(s.stuck.looks >= ENOUGH for s in self._seen.values()):
             yield self._bits()
+        else:
+            off = self._rates.zero.looks > 0 and not self._rates.zero.good
+            why = f"fewer than {ENOUGH} looks at a gradient and a rate of at least half its peak"
+            yield Finding(
+                "GL", "the parameters' bits", "every learning rate is 0" if off else why, "-", "not applicable"
+            )
         if self.optimizer is not None and self.looks >= ENOUGH:
             yield self._owned()
             for monitor in (self._rates, self._cleared, self._norm):
@@ -360,21 +356,20 @@ class Watch:
     def _alive(self) -> Finding:
         """Without a gradient from the beginning, or in the last MANY looks; what comes back is alive again."""
         seen = {n: s for n, s in self._seen.items() if not idles(n, self.may_idle) and not s.cancels}
-        never = [n for n, s in seen.items() if not s.idle.good and s.idle.row >= ENOUGH]
-        lost = [n for n, s in seen.items() if s.idle.good and s.idle.row >= MANY]
+        idle = {n: s.idle.good for n, s in seen.items() if s.idle.lasts}
+        never, lost = ([n for n, good in idle.items() if bool(good) == late] for late in (False, True))
         text = f"No gradient reached {some(never)} in {self.looks} looks. " if never else ""
         text += f"{some(lost)} had a gradient once, and none in the last {MANY} looks or more. " if lost else ""
         return judged(
             "GL", f"{len(self._seen)} trainable parameters",
-            f"{len(self._seen) - len(never) - len(lost)} got a gradient"
-            + (f", {len(lost)} no longer do" if lost else ""),
-            "all", not never and not lost,
+            f"{len(self._seen) - len(idle)} got a gradient" + (f", {len(lost)} no longer do" if lost else ""),
+            "all", not idle,
             f"{text}Detached, bypassed, 0 · 0, or an expert that no token is sent to (declare it in may_idle).",
         )  # fmt: skip
 
     def _bits(self) -> Finding:
         seen = {n: s for n, s in self._seen.items() if not s.cancels}
-        still = [n for n, s in seen.items() if s.stuck.row >= (MANY if s.stuck.good else ENOUGH)]
+        still = [n for n, s in seen.items() if s.stuck.lasts]
         late = sum(self._seen[n].stuck.good > 0 for n in still)
         return judged(
             "GL", "the parameters' bits",
@@ -385,31 +380,13 @@ class Watch:
         )  # fmt: skip
 
     def _owned(self) -> Finding:
-        """Parameters with a gradient that the optimizer does not own and that stay constant. ENOUGH looks are sure if
-        no optimizer of the process has them; if one has, it may step rarely, and MANY looks decide."""
-        named = {n: p for n, p in self.model.named_parameters() if p.requires_grad and n in self._seen}
-        still = [n for n in named if self._seen[n].stray.row >= ENOUGH]
-        late = self._elsewhere({n: named[n] for n in still if self._seen[n].stray.row < MANY})
-        strays = [n for n in still if n not in late]
-        measured = f"{len(strays)} with a gradient are missing, and stay constant"
-        waits = f"{len(late)} with a gradient stayed constant up to now; another optimizer may own them"
-        return judged(
-            "GL", OWNED, waits if late and not strays else measured, "0",
-            "not applicable" if late and not strays else not strays,
-            f"{some(strays or late)} get a gradient and no optimizer moves them: they were left out of the optimizer, "
-            "were unfrozen or put in another's place after it was made, or it was made for a copy of the model. Add "
-            "them to it; several optimizers are given as a list; requires_grad_(False) freezes what is meant to stay.",
-        )  # fmt: skip
-
-    def _elsewhere(self, strays: Mapping[str, Tensor]) -> list[str]:
-        """Those that another optimizer of the process owns, or may own a copy of with more digits. If the watched
-        optimizer owns nothing of this model, it was made for another one, and there is no such copy."""
-        mine = {id(q) for q in self.model.parameters()}
-        if not strays or not mine & set(self._rates.now):
-            return []
-        owned = {id(q): q for q in monitors.owned()}
-        widest = max((q.element_size() for i, q in owned.items() if i not in mine), default=0)
-        return [n for n, p in strays.items() if id(p) in owned or p.element_size() < widest]
+        """If the watched optimizer owns nothing of this model, it was made for another one: nothing is waited for."""
+        missing, late = self.unowned.missing(patient=any(id(p) in self._rates.now for p in self.model.parameters()))
+        if late and not missing:
+            waits = f"{len(late)} with a gradient stayed constant up to now; another optimizer may own them"
+            return Finding("GL", OWNED, waits, "0", "not applicable", monitors.unowned_text(late))
+        measured = f"{len(missing)} with a gradient are missing, and stay constant"
+        return judged("GL", OWNED, measured, "0", not missing, monitors.unowned_text(missing))
 
 
 watch = Watch
