@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from earnest_audit import edits
+from earnest_audit.frontends import names
 from earnest_audit.frontends.inference import infer
 from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
@@ -76,14 +77,14 @@ def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[s
         for show in [progress] if progress is not None else PROGRESS:
             show(text)
 
-    probe = Probe(subject, report)
+    probe = Probe(subject, report, names.metrics)
     findings: list[Finding] = []
     with probe.open():
         probe.own_gradient()  # of the unchanged step: what this raises is the user's to see
         for number, law in enumerate(chosen, 1):
             report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
             findings += checked(law, probe)
-    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + _facts(subject))
+    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + _facts(subject) + names.notes(probe))
 
 
 def _facts(step: Step) -> tuple[str, ...]:

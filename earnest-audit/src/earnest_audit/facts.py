@@ -1,15 +1,17 @@
 """Facts about a loss's settings and metrics, declared instead of guessed.
 
     settings={"beta": Setting(0.04, "weight"), "clip": Setting(0.2, "clip"), "loss": Setting("grpo", modes=("dapo",))}
-    metrics={"kl": Metric(low=0.0, weight="beta"), "entropy": Metric(weight="c", raises=True)}
+    metrics={"kl": Metric(low=0.0, weight="beta"), "entropy": Metric(weight="c", raises=True),
+             "clipped": Metric(kind="clipped share")}
 
-Where a setting is given as a plain number, its kind is guessed from its usual names; a verdict lists these guesses.
+Where a kind is not declared (a setting is a plain number, a metric is undeclared or has no kind), it is guessed from
+usual names (those of metrics: ``frontends/names.py``); a verdict lists these guesses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 Kind = Literal[
@@ -25,6 +27,25 @@ Kind = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 CLIPS = ("clip", "clip high", "bound")
+MetricKind = Literal[
+    "share",  # of rows or tokens: from 0 to 1
+    "clipped share",  # of tokens whose ratio is outside the clip: from 0 to 1, 0 where the policy is the one that sampled
+    "accuracy",  # the share of pairs in which the chosen answer is ahead: from 0 to 1
+    "margin",  # by how much the chosen answers are ahead, below 0 where the rejected ones are
+    "ratio",  # the policy's probability over the sampler's: not below 0, 1 where the policy is the one that sampled
+    "kl to the sampler",  # 0 where the policy is the one that sampled; an estimate of it may be below 0
+    "kl to the reference",  # 0 where the policy is the reference
+    "chosen log-probs",  # of the preferred answers, summed or averaged over a row's tokens: not above 0
+    "rejected log-probs",  # … of the others
+    "entropy",  # of the policy's distributions, whichever tokens were sampled
+]
+METRIC_KINDS: tuple[str, ...] = get_args(MetricKind)
+VALUES: dict[str | None, tuple[float | None, float | None, float | None]] = {
+    "share": (0.0, 1.0, None), "clipped share": (0.0, 1.0, 0.0), "accuracy": (0.0, 1.0, None),
+    "ratio": (0.0, None, 1.0), "kl to the sampler": (None, None, 0.0), "chosen log-probs": (None, 0.0, None),
+    "rejected log-probs": (None, 0.0, None),
+}  # fmt: skip
+"""The lowest, the highest and the neutral value of a kind. Every kind is an average, and has to move."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +65,10 @@ class Setting:
 class Metric:
     """``low`` and ``high``: the range that it cannot leave. ``moves=False`` where it may stay constant. ``neutral``:
     what it is where behaviour = current policy. ``weight``: the setting that weighs the term that it is, or 1.0;
-    ``raises=True`` where minimising that term raises it (an entropy bonus)."""
+    ``raises=True`` where minimising that term raises it (an entropy bonus). ``kind``: which quantity it is; a kind has
+    a range and a neutral value. ``average=False`` where it is a sum, an extreme or a count. ``of``: the two metrics
+    that a margin is the difference of, first that of the chosen answers. ``unsure``: which of these facts a front-end
+    guessed from names that other quantities have too; rows that depend on them warn."""
 
     low: float | None = None
     high: float | None = None
@@ -52,6 +76,18 @@ class Metric:
     neutral: float | None = None
     weight: str | float | None = None
     raises: bool = False
+    kind: MetricKind | None = None
+    average: bool | None = None
+    of: tuple[str, str] | None = None
+    unsure: frozenset[str] = frozenset()
+
+    @property
+    def whole(self) -> Metric:
+        """With the facts of its kind, where no others are declared."""
+        own = (self.low, self.high, self.neutral, self.average)
+        values = zip(own, (*VALUES.get(self.kind, (None,) * 3), self.kind is not None), strict=True)
+        low, high, neutral, average = (usual if value is None else value for value, usual in values)
+        return replace(self, low=low, high=high, neutral=neutral, average=bool(average))
 
 
 # The usual names of each kind, and nothing less: smooth_eps, huber_delta, reward_clip and cliprange_value are others.

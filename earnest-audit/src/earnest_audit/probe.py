@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
+from earnest_audit.facts import Metric
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Batch, Measure
@@ -39,6 +40,8 @@ from earnest_audit.verdict import Finding
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
 Change = tuple[float, str]
 """A relative change of the gradient, and how it was made."""
+Named = Callable[[Step, Iterable[str]], Mapping[str, Metric]]
+"""The facts of the metrics that a step declares or returns, by name."""
 
 
 class Probe(Measure):
@@ -46,16 +49,22 @@ class Probe(Measure):
 
     law: Law
 
-    def __init__(self, step: Step, say: Callable[[str], None] | None = None) -> None:
+    def __init__(self, step: Step, say: Callable[[str], None] | None = None, named: Named | None = None) -> None:
         super().__init__(step)
         self.say = say or (lambda _: None)
         self.notes: tuple[str, ...] = ()
+        self._named = named or (lambda step, _: step.facts)
         self._floor: float | None = None
         self._noise: float | None = None
         self._random: bool | None = None
         self._precision = step.precision
         self._precision_known = step.precision is not None
         self._active: Step | None = None
+
+    @cached_property
+    def metrics(self) -> Mapping[str, Metric]:
+        """What is declared or guessed of each metric."""
+        return self._named(self.step, self.look().metrics)
 
     # --- the expectations ---------------------------------------------------------------------------------------------
 

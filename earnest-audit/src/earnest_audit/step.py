@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
+from earnest_audit.facts import CLIPS, KINDS, METRIC_KINDS, READ_BY, Kind, Metric, Setting, guessed
 from earnest_audit.frontends.first_edition import with_old_names
 from earnest_audit.together import Together
 
@@ -97,7 +97,7 @@ class Step:
     ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form
     ``reference``  fn() -> the reference policy's log-probs: they must not change when the policy does
     ``settings``   name -> ``Setting(value, kind, …)``, or a plain value whose kind is guessed from its name
-    ``metrics``    name -> ``Metric(low, high, moves, neutral, weight, raises)``, or (low, high) alone
+    ``metrics``    name -> ``Metric(low, high, moves, neutral, weight, raises, kind, …)``, or (low, high) alone
     ``paths``      other functions with the loss's signature, or ``Backward(fn)``, that claim the same gradient
     ``optimizer``  the run's own; several, in the order in which they step: a list, or Together(muon, adamw)
     ``may_idle``   patterns of parameters that may legitimately get no gradient from a batch: ("*.experts.*",)
@@ -190,6 +190,9 @@ class Step:
             yield f"role {role!r} names {{}}, which the batch does not have", key, self.batch
         for setting, s in self.declared.items():
             yield f"setting {setting!r} is of an unknown kind {{}}", s.kind, KINDS
+        for metric, m in self.facts.items():
+            if m.kind is not None:
+                yield f"metric {metric!r} is of an unknown kind {{}}", m.kind, METRIC_KINDS
         for metric, knob in self.weights.items():
             yield f"term {metric!r} is weighed by {{}}, which is no setting", knob, self.knobs
         for what, keys in (("wide", self.wide or ()), ("masks", self.masks)):
