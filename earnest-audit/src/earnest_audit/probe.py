@@ -40,7 +40,7 @@ from earnest_audit.verdict import Finding
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
 Change = tuple[float, str]
 """A relative change of the gradient, and how it was made."""
-Named = Callable[[Step, Iterable[str]], Mapping[str, Metric]]
+Describe = Callable[[Step, Iterable[str]], Mapping[str, Metric]]
 """The facts of the metrics that a step declares or returns, by name."""
 
 
@@ -49,11 +49,11 @@ class Probe(Measure):
 
     law: Law
 
-    def __init__(self, step: Step, say: Callable[[str], None] | None = None, named: Named | None = None) -> None:
+    def __init__(self, step: Step, say: Callable[[str], None] | None = None, describe: Describe | None = None) -> None:
         super().__init__(step)
         self.say = say or (lambda _: None)
         self.notes: tuple[str, ...] = ()
-        self._named = named or (lambda step, _: step.facts)
+        self._describe = describe or (lambda step, _: step.facts)
         self._floor: float | None = None
         self._noise: float | None = None
         self._random: bool | None = None
@@ -64,7 +64,7 @@ class Probe(Measure):
     @cached_property
     def metrics(self) -> Mapping[str, Metric]:
         """What is declared or guessed of each metric."""
-        return self._named(self.step, self.look().metrics)
+        return self._describe(self.step, self.look().metrics)
 
     # --- the expectations ---------------------------------------------------------------------------------------------
 
