@@ -67,8 +67,8 @@ def test_a_metrics_kind_is_read_whatever_its_name(kind: MetricKind | None) -> No
 
 def test_facts_fill_the_fields_that_the_laws_read() -> None:
     step = policy_step()
-    settings = {"beta": Setting(0.04, "weight"), "clip": 0.2, "c": Setting(0.1, "weight"), "n": Setting(8, "inert"),
-                "mode": Setting("a", modes=("b", "c"), twins=frozenset({("a", "b")})),
+    settings = {"beta": Setting(0.04, "weight"), "clip": Setting(0.2, "clip"), "c": Setting(0.1, "weight"),
+                "n": Setting(8, "inert"), "mode": Setting("a", modes=("b", "c"), twins=frozenset({("a", "b")})),
                 "alpha": Setting(0.5, pure=1.0)}  # fmt: skip
     facts = {"kl": Metric(weight="beta"), "h": Metric(weight="beta", raises=True), "n": Metric(moves=False),
              "nll": Metric(weight=1.0), "r": Metric(neutral=1.0)}  # fmt: skip

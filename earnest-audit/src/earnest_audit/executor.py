@@ -77,20 +77,19 @@ def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[s
         for show in [progress] if progress is not None else PROGRESS:
             show(text)
 
-    probe = Probe(subject, report, names.metrics)
+    probe = Probe(names.settings(subject), report, names.metrics)
     findings: list[Finding] = []
     with probe.open():
         probe.own_gradient()  # of the unchanged step: what this raises is the user's to see
         for number, law in enumerate(chosen, 1):
             report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
             findings += checked(law, probe)
-    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + _facts(subject) + names.notes(probe))
+    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + names.notes(subject, probe) + _facts(subject))
 
 
 def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
-    guesses = ", ".join(f"{name} is a {kind}" for name, kind in step.guesses.items())
-    notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
+    notes = []
     if step.wide is None and len(guess := edits.readings(step)) > 1 and (more := sorted(guess[0] - guess[-1])):
         notes.append(f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it")
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]

@@ -156,8 +156,8 @@ def test_log_probs_of_the_side_they_are_named_for(declared: bool, swapped: bool,
 @pytest.mark.parametrize("name", ["token_accuracy", "truncated_fraction", "ratio_mean", "hit_rate"])
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_share_or_a_ratio_is_not_constant(declared: bool, name: str) -> None:
-    for constant in (False, True):
-        step = logging(lambda b, m, lp: {name: torch.ones(()) if constant else m["clip_fraction"]})
+    for constant, value in ((False, lambda m: m["clip_fraction"]), (True, lambda m: torch.ones(()))):
+        step = logging(lambda b, m, lp, value=value: {name: value(m)})
         step.metrics = {name: Metric(kind="share")} if declared else {}
         rows = {f.subject: f.outcome for f in audit(step, laws=[metrics.LAW]).findings if f.expected == "it moves"}
         assert rows[f"metric {name}"] == (("fails" if declared else "warns") if constant else "holds")

@@ -28,6 +28,7 @@ from earnest_audit.measure import Reading
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
+
 def check(probe: Probe) -> Rows:
     step = probe.step
     names = [name for name, m in probe.metrics.items() if m.average]

@@ -4,10 +4,9 @@ sampled tokens' -log π.
 k1, k2, k3, |·|, their opposites; plain or weighed by the ratio; mean over tokens or rows, or sum
 -log π of the sampled tokens   estimates the entropy, and its expected gradient is 0
 
-Needs: a metric of the kind ratio, kl to the sampler or kl to the reference, or a term of the kind entropy; role
-behaviour (or proximal), for the reference also that; logprobs=fn
-How: The usual definitions are computed from the log-probs, and compared with what is logged near the policy; the
-entropy far away, where sampled tokens are unlikely.
+Needs: a metric of the kind ratio or kl, or a term of the kind entropy; roles behaviour (or proximal) and reference;
+logprobs=fn
+How: The usual definitions are computed from the log-probs; an entropy's far away, where sampled tokens are unlikely.
 Exceptions: There are many definitions, and a right metric may be none of the usual ones. An entropy may be the sampled
 tokens' where it is a reward, or where its gradient is weighed by itself. Steps that drop tokens are not checked.
 Detects: slime #2114 (half of a KL), a KL whose mask, sign or normaliser is off, an entropy bonus that is noise
@@ -15,7 +14,6 @@ Detects: slime #2114 (half of a KL), a KL whose mask, sign or normaliser is off,
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from earnest_audit import edits
@@ -23,66 +21,54 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.limits import ROUNDED
 from earnest_audit.probe import Probe
 
-
 ESTIMATED = {"ratio", "kl to the sampler", "kl to the reference"}
 
 
 def check(probe: Probe) -> Rows:
-    step, room = probe.step, max(ROUNDED, probe.coarsest)
-    kinds = {name: m.kind for name, m in probe.metrics.items() if m.average}
-    named = [name for name, kind in kinds.items() if kind in ESTIMATED]
-    terms = [name for name in step.weights if kinds.get(name) == "entropy"]
-    if step.logprobs is None and (named or terms):
-        raise Ends(LAW.not_declared("definitions of metrics", "logprobs=lambda model, batch: …"))
-    with probe.perturbed():
-        forms, logged = (_forms(probe), probe.look(probe.off_policy()).metrics) if named else ({}, {})
-    for name in (n for n in named if n in logged and kinds[n] in forms):
-        value, known = logged[name], forms[kinds[name]]
-        near = min(known, key=lambda k: abs(k - value))
-        yield LAW.finding(
-            f"metric {name}, recomputed", f"{value:.4g}, the nearest definition gives {near:.4g}", "one of them",
-            abs(value - near) <= max(room, 4 * probe.tolerance) * max(abs(near), 1e-2),
-            f"{name} is none of the usual estimates (k1, k2, k3; token or sequence mean): a mask, a sign or a "
-            "normaliser is off.",
-        )  # fmt: skip
-    with probe.perturbed(1.0):
-        drawn = _means(-probe.now().double(), edits.taken(step, probe.now())) if terms else []
-        logged = probe.look().metrics if terms else {}
-    for name in terms:
-        near = min(drawn, key=lambda k: abs(k - logged[name]))
-        yield LAW.finding(
-            f"term {name} and the sampled tokens", f"{logged[name]:.5g}, the mean of -log π is {near:.5g}", "another",
-            abs(logged[name] - near) > room * abs(near),
-            f"{name} is the mean of -log π of the sampled tokens. Its value estimates the entropy, but its expected "
-            "gradient is 0, so the bonus is noise. Use -Σ π log π over the vocabulary.",
-        )  # fmt: skip
+    for name, m in probe.metrics.items():
+        of_term = m.kind == "entropy" and name in probe.step.weights
+        if not (m.average and (of_term or m.kind in ESTIMATED)):
+            continue
+        if probe.step.logprobs is None:
+            raise Ends(LAW.not_declared("definitions of metrics", "logprobs=lambda model, batch: …"))
+        with probe.perturbed(1.0 if of_term else 0.05):
+            value, known = probe.look(probe.off_policy()).metrics[name], _known(probe, m.kind)
+        off, near = min(((abs(k - value) / max(abs(k), 1e-2), k) for k in known), default=(0.0, value))
+        room = max(ROUNDED, probe.coarsest)
+        if of_term:
+            yield LAW.finding(
+                f"term {name} and the sampled tokens", f"{value:.5g}, the mean of -log π is {near:.5g}", "another",
+                off > room, f"{name} is the mean of -log π of the sampled tokens. Its value estimates the entropy, but "
+                "its expected gradient is 0, so the bonus is noise. Use -Σ π log π over the vocabulary.",
+            )  # fmt: skip
+        elif known:
+            yield LAW.finding(
+                f"metric {name}, recomputed", f"{value:.4g}, the nearest definition gives {near:.4g}", "one of them",
+                off <= max(room, 4 * probe.tolerance), f"{name} is none of the usual estimates (k1, k2, k3; token or "
+                "sequence mean): a mask, a sign or a normaliser is off.",
+            )  # fmt: skip
 
 
-def _forms(probe: Probe) -> dict[str | None, list[float]]:
-    """What each kind may be on the off-policy batch: a ratio per token or per row, a KL as the policy is or as it
-    sampled, also weighed by the ratio and by the term's own weight."""
+def _known(probe: Probe, kind: str | None) -> list[float]:
+    """What a metric of this kind may be on the off-policy batch: a ratio per token or per row; a KL from the policy as
+    it is or as it sampled, plain or weighed by the ratio; for an entropy, the mean that it must not be."""
     step, batch, now = probe.step, probe.off_policy(), probe.now().double()
-    mask, there = edits.taken(step, now, batch), step.value("reference")
+    mask = edits.taken(step, now, batch)
     old = [batch[step.roles[r]].double().reshape(now.shape) for r in edits.SAMPLERS if r in step.roles]
-    ratios = [(now - o).exp() for o in old]
-    rows = [form for r in ratios for form in _of_rows(r, mask)]
-    found = {"ratio": ratios + rows, "kl to the sampler": _estimates([now - o for o in old], ratios)}
-    if there is not None and there.shape == step.batch[step.roles[step.ratio_role]].shape:
-        reference = batch[step.roles["reference"]].double().reshape(now.shape)
-        found["kl to the reference"] = _estimates([here - reference for here in (now, *old)], ratios)
-    own = {1.0, *(float(step.knobs[k]) for m, k in step.weights.items() if "kl" in str(probe.metrics[m].kind))}
-    return {kind: [w * v for form in forms for v in _means(form, mask) for w in own] for kind, forms in found.items()}
-
-
-def _estimates(gaps: list[Tensor], ratios: list[Tensor]) -> list[Tensor]:
-    plain = [f for g in gaps for f in (g, -g, g.abs(), g.square(), g.square() / 2, g.exp() - 1 - g, (-g).exp() - 1 + g)]
-    return plain + [r * f for r in ratios for f in plain]
-
-
-def _of_rows(ratio: Tensor, mask: Tensor) -> list[Tensor]:
-    """The product of a row's ratios, and its geometric mean, at each of its tokens."""
-    logs, count = (ratio.log() * mask).sum(-1, keepdim=True), mask.sum(-1, keepdim=True).clamp(min=1)
-    return [logs.exp().expand_as(ratio), (logs / count).exp().expand_as(ratio)]
+    if kind == "entropy":
+        forms = [-now]
+    elif kind == "ratio":
+        rows = [((now - o) * mask).sum(-1, keepdim=True).expand_as(now) for o in old]
+        logs = [*(now - o for o in old), *rows, *(r / mask.sum(-1, keepdim=True).clamp(min=1) for r in rows)]
+        forms = [log.exp() for log in logs]
+    else:
+        gaps = [now - o for o in old]
+        if kind == "kl to the reference":
+            there: Tensor = batch[step.roles["reference"]].double()
+            gaps = [here - there.reshape(now.shape) for here in (now, *old)] if there.numel() == now.numel() else []
+        plain = [f for g in gaps for f in (g, -g, g.abs(), g.square(), g.square() / 2, g.expm1() - g, (-g).expm1() + g)]
+        forms = plain + [(now - o).exp() * f for o in old for f in plain]
+    return [mean for form in forms for mean in _means(form, mask)]
 
 
 def _means(values: Tensor, mask: Tensor) -> list[float]:

@@ -33,9 +33,10 @@ from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
+
 def check(probe: Probe) -> Rows:
     step, reading = probe.step, probe.read()
-    found = dict(reading.metrics)
+    found = reading.metrics
     if not found:
         raise Ends(LAW.not_declared("metrics", "metrics by returning (loss, {name: value})"))
     if "loss" in found:
@@ -58,14 +59,13 @@ def check(probe: Probe) -> Rows:
             yield from _sums(probe)
 
 
-def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
+def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
     """Metrics near and far away, and of the opposite policy: each stays in its range, and those that have to, move."""
     step, states = probe.step, [found]
-    for size in (0.05, 1.0):
-        with probe.perturbed(size):
-            states.append(dict(probe.look(probe.off_policy()).metrics))
-    with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
-        states.append(dict(probe.look(probe.off_policy()).metrics))
+    reversed_ = probe.moved("reversed", lambda p, _: -2 * p.detach().float())
+    for state in (probe.perturbed(0.05), probe.perturbed(1.0), reversed_):
+        with state:
+            states.append(probe.look(probe.off_policy()).metrics)
     facts = {name: m for name, m in probe.metrics.items() if name in found}
     for name, m in facts.items():
         if m.low is None and m.high is None:
@@ -78,29 +78,27 @@ def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
             f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
             "denominator).",
         )  # fmt: skip
-    values = {name: [*(s[name] for s in states if name in s), *probe.logged(name)]
-              for name, m in facts.items() if m.moves or name in step.weights}  # fmt: skip
+    moving = [name for name, m in facts.items() if m.moves or name in step.weights]
+
+    def seen_in(name: str) -> list[float]:
+        return [*(s[name] for s in states if name in s), *probe.logged(name)]
+
     for size in (0.3, 3.0, 10.0):
-        if not all(map(_moves, values.values())):
+        if not all(_moves(seen_in(name)) for name in moving):
             with probe.perturbed(size):
-                for batch in (probe.off_policy(), *([exchanged(step)] if step.kind == "preference" else [])):
-                    _add(values, probe.look(batch).metrics)
-    constant = {name: seen for name, seen in values.items() if "moves" in facts[name].unsure and not _moves(seen)}
-    if constant and step.rows > 1:
-        with suppress(Exception):  # one row alone, which the step may refuse
-            _add(constant, probe.look(edits.take_rows(step, torch.tensor([0]))).metrics)
-    for name, seen in values.items():
+                batches = [probe.off_policy(), *([exchanged(step)] if step.kind == "preference" else [])]
+                states += [probe.look(batch).metrics for batch in batches]
+    for name in moving:
+        seen, unsure = seen_in(name), "moves" in facts[name].unsure
+        if unsure and not _moves(seen):
+            with suppress(Exception):  # one row by itself, which the step may refuse
+                seen.append(probe.look(edits.take_rows(step, torch.tensor([0]))).metrics[name])
         row = LAW.finding(
             f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g} in {len(seen)} states", "it moves", _moves(seen),
             f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
             "sets, or 0 by construction.",
         )  # fmt: skip
-        yield LAW.doubtful(row) if name in constant else row
-
-
-def _add(values: Mapping[str, list[float]], logged: Mapping[str, float]) -> None:
-    for name, seen in values.items():
-        seen += [logged[name]] if name in logged else []
+        yield LAW.doubtful(row) if unsure else row
 
 
 def _moves(seen: list[float]) -> bool:  # by more than rounding
@@ -110,10 +108,8 @@ def _moves(seen: list[float]) -> bool:  # by more than rounding
 def _sums(probe: Probe) -> Rows:
     """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
     step, reading, subject = probe.step, probe.read(), "the sum of the terms"
-    weights = dict.fromkeys(step.fixed, 1.0)
-    for metric, knob in step.weights.items():
-        weights[metric] = float(step.knobs[knob]) * (-1 if step.facts[metric].raises else 1)
-    parts = {m: w * reading.metrics[m] for m, w in weights.items()}
+    weights = {m: float(step.knobs[knob]) * (-1 if step.facts[m].raises else 1) for m, knob in step.weights.items()}
+    parts = {m: w * reading.metrics[m] for m, w in {**dict.fromkeys(step.fixed, 1.0), **weights}.items()}
     total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
     room = max(ROUNDED, probe.coarsest) * scale
     sums = " + ".join(f"{v:.4g} ({m})" for m, v in parts.items())
@@ -147,16 +143,17 @@ def _unchanged(probe: Probe) -> Rows:
     found = probe.look(batch).metrics
     stored = [batch[probe.step.roles[r]] for r in edits.SAMPLERS if r in probe.step.roles]
     rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
-    for name, value in found.items():
-        expected = probe.metrics[name].neutral if name in probe.metrics else None
-        if expected is None:
+    room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
+    for name, m in probe.metrics.items():
+        if m.neutral is None or name not in found:
             continue
-        room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
-        yield LAW.finding(
-            f"metric {name}, policy unchanged", f"{value:.4g}", f"{expected:g}", abs(value - expected) <= room,
-            f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are "
+        row = LAW.finding(
+            f"metric {name}, policy unchanged", f"{found[name]:.4g}", f"{m.neutral:g}",
+            abs(found[name] - m.neutral) <= room,
+            f"For a policy that equals the one that sampled, {name} is {m.neutral:g}. It is not: log-probs are "
             "recomputed differently (temperature, shift), or the metric is another quantity under this name.",
         )  # fmt: skip
+        yield LAW.doubtful(row) if "neutral" in m.unsure else row
 
 
 LAW = Law("MR", "metrics", __doc__, check)

@@ -81,15 +81,14 @@ def _own_side(probe: Probe) -> Rows:
     """A metric of one side's log-probs is not the other side's, as a sum or as a mean over tokens."""
     step, found = probe.step, probe.look().metrics
     kinds = {f"{side} log-probs": side for side in edits.SIDES}
-    names = {name: kinds[m.kind] for name, m in probe.metrics.items() if m.kind in kinds and name in found}
+    names = {name: kinds[m.kind] for name, m in probe.metrics.items() if m.kind in kinds}
     if step.logprobs is None or not names:
         return
-    known: dict[str, list[float]] = {}
+    known, room = {}, max(ROUNDED, probe.tolerance)
     for side, values in zip(edits.SIDES, probe.forward(step.logprobs, graph=False), strict=True):
         mask = step.value(f"{side}_mask")
-        forms = [values] if mask is None or values.ndim > 1 else [values, values / mask.sum(-1).clamp_min(1)]
-        known[side] = [float(form.double().mean()) for form in forms]
-    room = max(ROUNDED, probe.tolerance)
+        count = 1 if mask is None else mask.sum(-1).clamp_min(1)
+        known[side] = float(values.double().mean()), float((values / count).double().mean())
     for name, side in names.items():
         (other,) = {*edits.SIDES} - {side}
         own, others = (min(abs(found[name] - k) / max(abs(k), 1e-12) for k in known[s]) for s in (side, other))
