@@ -5,9 +5,9 @@ every row twice          the same number; or as many times as the loss itself, w
 ids after the labels    the same number, where labels are a tensor of their own
 
 Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask (or attention) for
-padding; ids beside labels. Metric(average=False) declares a sum, an extreme or a count
+padding; ids beside labels
 How: Metrics of the batch with every row twice, with more padding, and with other ids from the rows' last labels on.
-Exceptions: Where the loss itself is a sum, its metrics may be sums.
+Exceptions: Where the loss itself is a sum, its metrics may be sums; for others declare Metric(average=False).
 Warns: (rows "other ids from the last label on") a metric that is meant to be taken on all tokens.
 Detects: TRL #6121 (an entropy that counts padding) and #5620 (one of the wrong positions), a KL that is summed and
 logged as a mean

@@ -17,7 +17,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.limits import ROUNDED
 from earnest_audit.probe import Probe
 
@@ -29,23 +29,20 @@ def check(probe: Probe) -> Rows:
         of_term = m.kind == "entropy" and name in probe.step.weights
         if not (m.average and (of_term or m.kind in ESTIMATED)):
             continue
-        if probe.step.logprobs is None:
-            raise Ends(LAW.not_declared("definitions of metrics", "logprobs=lambda model, batch: …"))
         with probe.perturbed(1.0 if of_term else 0.05):
             value, known = probe.look(probe.off_policy()).metrics[name], _known(probe, m.kind)
         off, near = min(((abs(k - value) / max(abs(k), 1e-2), k) for k in known), default=(0.0, value))
-        room = max(ROUNDED, probe.coarsest)
         if of_term:
             yield LAW.finding(
                 f"term {name} and the sampled tokens", f"{value:.5g}, the mean of -log π is {near:.5g}", "another",
-                off > room, f"{name} is the mean of -log π of the sampled tokens. Its value estimates the entropy, but "
-                "its expected gradient is 0, so the bonus is noise. Use -Σ π log π over the vocabulary.",
+                off > max(ROUNDED, probe.coarsest), f"{name} is the mean of -log π of the sampled tokens. It estimates "
+                "the entropy, but its expected gradient is 0: the bonus is noise. Use -Σ π log π over the vocabulary.",
             )  # fmt: skip
         elif known:
             yield LAW.finding(
                 f"metric {name}, recomputed", f"{value:.4g}, the nearest definition gives {near:.4g}", "one of them",
-                off <= max(room, 4 * probe.tolerance), f"{name} is none of the usual estimates (k1, k2, k3; token or "
-                "sequence mean): a mask, a sign or a normaliser is off.",
+                off <= max(ROUNDED, 4 * probe.tolerance), f"{name} is none of the usual estimates (k1, k2, k3; mean of "
+                "tokens or rows): a mask, a sign or a normaliser is off.",
             )  # fmt: skip
 
 
@@ -64,7 +61,7 @@ def _known(probe: Probe, kind: str | None) -> list[float]:
     else:
         gaps = [now - o for o in old]
         if kind == "kl to the reference":
-            there: Tensor = batch[step.roles["reference"]].double()
+            there = batch.get(step.roles.get("reference", ""), now.new_zeros(0))
             gaps = [here - there.reshape(now.shape) for here in (now, *old)] if there.numel() == now.numel() else []
         plain = [f for g in gaps for f in (g, -g, g.abs(), g.square(), g.square() / 2, g.expm1() - g, (-g).expm1() + g)]
         forms = plain + [(now - o).exp() * f for o in old for f in plain]
@@ -79,5 +76,5 @@ def _means(values: Tensor, mask: Tensor) -> list[float]:
 
 LAW = Law(
     "MR-FORM", "definitions", __doc__, check, tier="contrib", quick=False,
-    when=lambda step: step.kind == "policy gradient" and step.ratio_role in step.roles and not step.drops_tokens,
+    when=lambda step: step.kind == "policy gradient" and step.logprobs is not None and not step.drops_tokens,
 )  # fmt: skip

@@ -46,8 +46,7 @@ def check(probe: Probe) -> Rows:
             off <= max(1e-3, probe.tolerance), "What is logged as the loss is another number than what is minimised.",
         )  # fmt: skip
     wild = [n for n, v in found.items() if not math.isfinite(v)]
-    why = f"{', '.join(wild)} is NaN or infinite on a good batch."
-    yield LAW.finding(f"{len(found)} metrics", f"{len(wild)} not finite", "all finite", not wild, why)
+    yield LAW.none(f"{len(found)} metrics", wild, f"{len(wild)} not finite", " is NaN or infinite on a good batch.")
     if missing := [n for n in step.facts if n not in found]:
         why = f"{missing[0]} is declared and the step does not return it."
         raise Ends(LAW.finding(f"metric {missing[0]}", "never returned", "returned", False, why))
@@ -62,8 +61,8 @@ def check(probe: Probe) -> Rows:
 def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
     """Metrics near and far away, and of the opposite policy: each stays in its range, and those that have to, move."""
     step, states = probe.step, [found]
-    reversed_ = probe.moved("reversed", lambda p, _: -2 * p.detach().float())
-    for state in (probe.perturbed(0.05), probe.perturbed(1.0), reversed_):
+    opposite = probe.moved("reversed", lambda p, _: -2 * p.detach().float())
+    for state in (probe.perturbed(0.05), probe.perturbed(1.0), opposite):
         with state:
             states.append(probe.look(probe.off_policy()).metrics)
     facts = {name: m for name, m in probe.metrics.items() if name in found}

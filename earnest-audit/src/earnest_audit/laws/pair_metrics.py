@@ -34,12 +34,10 @@ def check(probe: Probe) -> Rows:
     step = probe.step
     yield from _own_side(probe)
     names = {n: CENTRES[m.kind] for n, m in probe.metrics.items() if m.kind in CENTRES}
-    if not names:
-        return
     seen: dict[str, list[bool]] = {name: [] for name in names}
     shown: list[Reading] = []
     with probe.perturbed(0.5):
-        for row in range(min(PAIRS, step.rows)):
+        for row in range(min(PAIRS, step.rows) if names else 0):
             one = edits.take_rows(step, torch.tensor([row]))
             with probe.may_refuse("metrics of a pair", "one pair alone cannot be run"):
                 shown += [probe.look(b, probe.quiet) for b in (one, swapped(step, one))]
@@ -78,7 +76,7 @@ def _differences(probe: Probe, shown: list[Reading]) -> Rows:
 
 
 def _own_side(probe: Probe) -> Rows:
-    """A metric of one side's log-probs is not the other side's, as a sum or as a mean over tokens."""
+    """A metric of one side's log-probs is not the other's, as a sum or as a mean over tokens."""
     step, found = probe.step, probe.look().metrics
     kinds = {f"{side} log-probs": side for side in edits.SIDES}
     names = {name: kinds[m.kind] for name, m in probe.metrics.items() if m.kind in kinds}
