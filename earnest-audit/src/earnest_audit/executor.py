@@ -77,7 +77,7 @@ def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[s
         for show in [progress] if progress is not None else PROGRESS:
             show(text)
 
-    probe = Probe(names.settings(subject), report, names.metrics)
+    probe = Probe(names.settings(subject), report, describe=names.metrics)
     findings: list[Finding] = []
     with probe.open():
         probe.own_gradient()  # of the unchanged step: what this raises is the user's to see

@@ -36,8 +36,8 @@ VALUES: dict[str, tuple[float | None, float | None, float | None]] = {
     "ratio": (0.0, None, 1.0),  # the policy's probability over the sampler's
     "kl to the sampler": (None, None, 0.0),  # or an estimate of it, which may be below 0
     "kl to the reference": (None, None, None),  # or an estimate; 0 where the policy is the reference
-    "chosen log-probs": (None, 0.0, None),  # of the preferred answers, summed or averaged over a row's tokens
-    "rejected log-probs": (None, 0.0, None),  # … of the others
+    "chosen log-probs": (None, None, None),  # of the preferred answers, summed or averaged over a row's tokens
+    "rejected log-probs": (None, None, None),  # … of the others
     "entropy": (None, None, None),  # of the policy's distributions, whichever tokens were sampled
 }
 """The lowest, the highest and the neutral value of each kind of metric. Every kind is an average that has to move."""

@@ -263,6 +263,7 @@ class Step:
 
     @property
     def kinds(self) -> dict[str, Kind]:
+        """setting -> its kind."""
         return {n: s.kind for n, s in self.declared.items()}
 
     @property

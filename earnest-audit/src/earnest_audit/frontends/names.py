@@ -3,6 +3,7 @@ stays, and the verdict lists each guess."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -131,7 +132,8 @@ def _guess(step: Step, name: str, every: list[str]) -> Metric:
     if last in RATIO and "clip" not in own:
         return Metric(kind="ratio", unsure=MOVES)
     if pairs and own & ACCURACIES:
-        return Metric(kind="accuracy", moves="acc" not in own, unsure=NONE if own <= OF_PAIRS else MOVES)
+        percent, unsure = "acc" in own, NONE if own <= OF_PAIRS else MOVES  # it may be one
+        return Metric(high=math.inf if percent else None, moves=not percent, kind="accuracy", unsure=unsure)
     if pairs and own & MARGINS:
         return _margin(name, every)
     if pairs and re.search(r"log_?p", name.lower()) and len(sides := [s for s in SIDES if s in name.lower()]) == 1:
