@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutput
 
 from earnest_audit import LawBroken, Metric, Setting, Step, StepError, Verdict, audit
-from earnest_audit.laws import coverage, documents, masks, shadow
+from earnest_audit.errors import EarnestError
+from earnest_audit.laws import coverage, documents, inputs, likelihood, masks, on_policy, shadow
 from earnest_audit.verdict import Finding
 from tests.audit.steps import STEPS, Tiny, grpo_loss, most, policy_step, sft_loss, sft_step
 
@@ -166,6 +167,10 @@ def test_an_interrupt_ends_the_audit() -> None:
         audit(sft_step(interrupted))
 
 
+def schedule() -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(torch.optim.SGD([nn.Parameter(torch.ones(1))]), lambda _: 1.0)
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
@@ -184,8 +189,20 @@ def test_an_interrupt_ends_the_audit() -> None:
         ({"batch": {}, "roles": {}}, r"the batch is empty"),
         ({"batch": (torch.ones(2),), "roles": {}}, r"the batch is a tuple: give a dict of tensors"),
         ({"batch": torch.ones(2), "roles": {}}, r"the batch is a Tensor: give a dict of tensors"),
-        ({"settings": {"beta": 0.1}}, r"the loss takes no setting 'beta' \(it takes: none\)"),
-        ({"loss": grpo_loss, "settings": {"clip": 0.1}}, r"the loss needs the argument 'beta': declare settings="),
+        ({"settings": {"beta": 0.1}}, r"cannot be called as loss\(model, batch, beta=…\): .* unexpected .* 'beta'"),
+        ({"loss": grpo_loss, "settings": {"clip": 0.1}}, r"missing a required argument: 'beta'; settings="),
+        ({"loss": lambda batch: batch}, r"loss\(batch\) cannot be called as loss\(model, batch\): too many"),
+        ({"loss": lambda batch, model: sft_loss(model, batch)}, r"loss\(batch, model\) is called .*: exchange"),
+        ({"loss": 3}, r"loss is of type int: give a function"),
+        ({"roles": ["labels"]}, r"roles is of type list: give a dict, roles=\{name: …\}"),
+        ({"optimizer": schedule()}, r"optimizer is a LambdaLR, which has no param_groups"),
+        ({"max_grad_norm": "1.0"}, r"max_grad_norm='1.0' is of type str: give a number, or None"),
+        ({"metrics": {"kl": Metric(low=1, high=0)}}, r"metric 'kl' has low=1 above high=0"),
+        ({"roles": {"chosen": "ids", "rejected": "ids"}}, r"'chosen' and 'rejected' both name 'ids'"),
+        ({"paths": {"a": 3}}, r"paths\['a'\] is of type int: give a function"),
+        ({"reference": torch.ones(2)}, r"reference is of type Tensor: give a function, .* reference\(\)"),
+        ({"reference": lambda: None}, r"reference gives a NoneType: give a tensor"),
+        ({"logprobs": lambda model, batch: 1}, r"logprobs gives a int: give a tensor"),
     ],
 )
 def test_a_wrong_declaration_gives_one_sentence(change: dict[str, Any], sentence: str) -> None:
@@ -196,11 +213,77 @@ def test_a_wrong_declaration_gives_one_sentence(change: dict[str, Any], sentence
     assert "\n" not in str(error.value)
 
 
-def test_a_frozen_model_is_refused() -> None:
+@pytest.mark.parametrize("wrong", ["logprobs", "student", "pair"])
+def test_what_a_declared_function_gives_is_compared_once(wrong: str) -> None:
+    """A column too many made eleven laws raise, and the verdict held."""
+    make = {"logprobs": policy_step, "student": STEPS["divergence"], "pair": STEPS["preference"]}[wrong]
+    right, name = make(), "student" if wrong == "student" else "logprobs"
+    own: Any = getattr(right, name)
+    sentence = {"logprobs": r"logprobs gives a tensor of shape \(5, 12\), but role 'behaviour' \('old'\) has \(5, 11\)",
+                "student": r"student gives .*\(5, 12, 23\), but role 'teacher' \('teacher'\) has \(5, 11, 23\)",
+                "pair": r"logprobs gives a tensor of shape \(5,\): give two tensors of shape \(5,\)"}  # fmt: skip
+
+    def other(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        found = own(model, batch)
+        return found[0] if wrong == "pair" else torch.cat([found, found[:, :1]], 1)
+
+    with pytest.raises(StepError, match=sentence[wrong]):
+        audit(replace(right, **{name: other}), laws=[])
+    assert not audit(right, laws=[]).failures
+
+
+def test_advantages_may_have_a_first_column_that_the_loss_cuts_off() -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Any:
+        return grpo_loss(model, {**batch, "advantages": batch["advantages"][:, -1]}, beta, clip)
+
+    step = policy_step(loss)
+    wide = step.batch["advantages"][:, None].expand(-1, step.batch["ids"].shape[1]).clone()
+    found = audit(replace(step, batch={**step.batch, "advantages": wide}), laws=[on_policy.LAW])
+    assert not found.errors and "descending the loss raises Σ A·lp" in outcomes(found.findings)
+
+
+def test_a_generator_in_the_batch_is_refused() -> None:
+    step = sft_step()
+    with pytest.raises(EarnestError, match="a generator, which can be read only once: give a list"):
+        audit(replace(step, batch={**step.batch, "texts": (text for text in "abcde")}))
+    assert not audit(replace(step, batch={**step.batch, "texts": list("abcde")}), laws=[inputs.LAW]).failures
+
+
+def test_ids_in_one_row_have_no_width() -> None:
+    """`edits.readings` took the least of no widths."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logs = model(batch["x"]).log_softmax(-1).flatten(0, 1)
+        return -(logs.gather(-1, batch["ids"][:, None])[:, 0] * batch["advantages"].flatten()).mean()
+
+    rng = torch.Generator().manual_seed(0)
+    batch = {"x": torch.randn(4, 3, 5, generator=rng), "ids": torch.randint(0, 6, (12,), generator=rng),
+             "advantages": torch.randn(4, 3, generator=rng)}  # fmt: skip
+    roles = {"ids": "ids", "advantages": "advantages"}
+    assert audit(Step(nn.Linear(5, 6), loss, batch, roles=roles), laws=[inputs.LAW]).holds
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_model_without_trainable_parameters_fails(whole: bool) -> None:
     step = sft_step()
     step.model.requires_grad_(False)
-    with pytest.raises(StepError, match="nothing to train"):
-        Step(model=step.model, loss=sft_loss, batch=step.batch)
+    verdict = audit(step) if whole else audit(step.model, sft_loss, step.batch)
+    (row,) = verdict.findings
+    assert (row.law, row.outcome) == ("GL", "fails") and "Unfreeze what is trained" in row.meaning
+
+
+@pytest.mark.may_not_be_checked
+def test_what_could_not_be_checked_is_counted_and_no_pass_in_strict_mode() -> None:
+    def raises(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        if not torch.equal(batch["labels"], step.batch["labels"]):
+            raise KeyError("other labels")
+        return sft_loss(model, batch)
+
+    step = sft_step()
+    verdict = audit(replace(step, loss=raises), laws=[inputs.LAW, likelihood.LAW])
+    assert verdict.holds and len(verdict.errors) == 1 and "1 could not be checked" in verdict.summary
+    assert not verdict.strict().holds and not verdict.strict().errors
+    assert audit(step, laws=[inputs.LAW, likelihood.LAW]).strict().holds
 
 
 def test_a_loss_with_dimensions_is_refused() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Metric, Setting, Step, StepError, audit, infer
@@ -15,7 +16,7 @@ from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.facts import MetricKind
 from earnest_audit.frontends.first_edition import Raises
 from earnest_audit.laws import clipping, direction, inputs, knobs, liveness, metrics, on_policy
-from tests.audit.steps import policy_step, sft_loss, sft_step
+from tests.audit.steps import distill_step, policy_step, sft_loss, sft_step
 
 LAWS = [knobs.LAW, on_policy.LAW, clipping.LAW, metrics.LAW, direction.LAW]
 
@@ -26,7 +27,7 @@ def declared(clip: str = "clip") -> Step:
         step.model, lambda m, b, beta, **other: step.loss(m, b, beta=beta, clip=other[clip]), step.batch, step.roles,
         settings={"beta": Setting(0.04, "weight"), clip: Setting(0.2, "clip")},
         metrics={"kl": Metric(low=0.0, weight="beta"), "clip_fraction": Metric(0.0, 1.0)},
-        logprobs=step.logprobs,
+        logprobs=step.logprobs, family="policy gradient",
     )  # fmt: skip
 
 
@@ -63,6 +64,22 @@ def test_a_metrics_kind_is_read_whatever_its_name(kind: MetricKind | None) -> No
     given = replace(step, loss=loss, metrics={"outside": Metric(kind=kind, moves=False)})
     found = {f.subject for f in audit(given, laws=[clipping.LAW]).failures}
     assert found == ({"clip: every token's is outside, already done"} if kind else set())
+
+
+def test_what_is_read_from_roles_and_values_is_printed_once() -> None:
+    def guesses(step: Step) -> list[str]:
+        return [n.removeprefix("guessed from ") for n in audit(step, laws=[]).notes if n.startswith("guessed from")]
+
+    step = sft_step()
+    assert guesses(step) == ['roles: the family is "sft"; family="…" declares it',
+                             "values: labels stand where their tokens stand"]  # fmt: skip
+    assert guesses(replace(step, family="sft", roles={"labels": "labels"}, wide=["labels"])) == []
+    ahead = {**step.batch, "labels": F.pad(step.batch["labels"][:, 1:], (0, 1), value=-100)}
+    assert "values: labels stand where they are predicted" in guesses(replace(step, batch=ahead))
+    marked = replace(step, batch={**step.batch, "shown": (step.batch["labels"] >= 0).long()})
+    assert "values: shown is a mask, 0 in padding; a role or masks=(…) declares it" in guesses(marked)
+    assert not any("shown is a mask" in note for note in guesses(replace(marked, masks=["shown"])))
+    assert "values: the teacher gives logits" in guesses(distill_step())
 
 
 def test_facts_fill_the_fields_that_the_laws_read() -> None:

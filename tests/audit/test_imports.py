@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,13 @@ def test_no_module_of_the_audit_imports_another_package_of_earnest() -> None:
                 f"{path.relative_to(FOLDER)}:{node.lineno}: {name}" for name in names if name.split(".")[0] == "earnest"
             ]
     assert not found, found
+
+
+def test_the_core_imports_no_front_end() -> None:
+    core = [*FOLDER.glob("*.py"), *(FOLDER / "subjects").glob("*.py"), *(FOLDER / "laws").glob("[!_]*.py")]
+    front = re.compile(r"^(from|import) earnest_audit\.frontends", re.M)
+    found = [path.name for path in core if front.search(path.read_text())]
+    assert found == ["__main__.py"]
 
 
 def test_every_public_name_resolves() -> None:

@@ -1,11 +1,8 @@
-"""Legal changes of a batch: edits of declared inputs that leave them possible.
-
-Log-probs stay at or below 0, ids stay ids that occur, shapes stay, and only declared tensors are touched.
-"""
+"""Changed batches that a correct step still accepts: other values, other rows, more padding, other masks."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -17,7 +14,7 @@ from earnest_audit.step import Step
 
 Batch = dict[str, Any]
 
-# Roles whose values are log-probs of single tokens: never above 0.
+# Roles whose values are log-probs, of tokens or of whole answers: never above 0.
 LOGPROBS = ("behaviour", "proximal", "reference", "reference_chosen", "reference_rejected")
 SAMPLERS = ("behaviour", "proximal")
 SIDES = ("chosen", "rejected")
@@ -147,9 +144,9 @@ def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:
     return old ^ more.bool() if old.dtype == torch.bool else old + more.to(old.dtype)
 
 
-def lifted(batch: Mapping[str, Any], dtype: torch.dtype) -> Batch:
-    """The same numbers in a wider dtype."""
-    return {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
+def lifted(batch: Mapping[str, Any]) -> Batch:
+    """The same numbers in float64."""
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in batch.items()}
 
 
 def repeat_rows(step: Step) -> Batch:
@@ -185,8 +182,8 @@ def add_masked_row(step: Step) -> Batch:
         if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (step.rows,):
             norm = value.detach().cpu().float().reshape(step.rows, -1).norm(dim=-1)
             size += norm / norm.max().clamp_min(1e-30) if key not in declared else 0.0
-    copied = rows[size.flip(0).argmax()].reshape(1)
-    batch = take_rows(step, torch.cat([rows, step.rows - 1 - copied]))
+    copied = step.rows - 1 - size.flip(0).argmax().reshape(1)  # of equal ones the last
+    batch = take_rows(step, torch.cat([rows, copied]))
     for key, ignored in _ignored(step).items():
         batch[key] = batch[key].clone()
         batch[key][-1] = ignored
@@ -208,7 +205,7 @@ def pad(
     keys = readings(step)[0] if keys is None else keys
     zeros = ("attention", *(f"{s}_{what}" for s in SIDES for what in ("mask", "attention")))
     fill = _ignored(step) | {step.roles[r]: 0 for r in zeros if r in step.roles}
-    if by_attention(step):  # a loss may also tell padding by its id
+    if by_attention(step):  # a loss may also recognise padding by its id
         ids, shown = step.roles["ids"], step.roles["attention"]
         fill[ids] = int(step.batch[ids][step.batch[shown] == 0][0])
     batch: Batch = dict(step.batch)
@@ -258,13 +255,32 @@ def readings(step: Step) -> list[set[str]]:
     ids, shown = step.value("ids"), step.value("attention")
     foreign = {step.roles["attention"]} if ids is not None and shown is not None and shown.shape != ids.shape else set()
     signals = [step.value(r) for r in ("mask", "labels", *PER_TOKEN)] if ids is not None else []
-    narrow = {v.shape[1] for v in signals if v is not None and v.ndim == 2 and 1 < v.shape[1] < min(widths)}
+    narrow = {v.shape[1] for v in signals if v is not None and v.ndim == 2 and 1 < v.shape[1] < min(widths, default=0)}
     groups = ({k for k, v in tensors.items() if len(v) == step.rows and v.shape[1] in w} for w in (widths, narrow))
     wide, more = groups
     found = [wide | more]
     for keys in (wide, wide & declared, wide & (declared - foreign)):
         found += [keys] if keys not in found else []
     return found
+
+
+def guesses(step: Step) -> Iterator[str]:
+    """What laws assume of this batch because of its roles, shapes and values, for the verdict's notes."""
+    padded, teacher = readings(step), step.value("teacher")
+    if step.family is None and step.kind is not None:
+        yield f'guessed from roles: the family is "{step.kind}"; family="…" declares it'
+    if step.wide is None and len(padded) > 1 and (more := sorted(padded[0] - padded[-1])):
+        yield f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it"
+    if masks := [k for k in sorted(padded[0]) if k not in step.masks and _mask_like(step, k, step.batch[k])]:
+        yield f"guessed from values: {', '.join(masks)} is a mask, 0 in padding; a role or masks=(…) declares it"
+    if by_attention(step):
+        yield "guessed from values: the loss is taken where the attention mask is not 0; the role mask declares it"
+    if in_place(step) or ahead(step):
+        where = "their tokens stand" if in_place(step) else "they are predicted"
+        yield f"guessed from values: labels stand where {where}"
+    if teacher is not None and teacher.is_floating_point():
+        form = "log-probs" if log_like(teacher) else "probabilities" if probability_like(teacher) else "logits"
+        yield f"guessed from values: the teacher gives {form}"
 
 
 def _widths(step: Step) -> set[int]:

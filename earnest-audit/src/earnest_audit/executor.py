@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
-
-from torch import nn
+from typing import Protocol
 
 from earnest_audit import edits
-from earnest_audit.frontends import names
-from earnest_audit.frontends.inference import infer
+from earnest_audit.facts import Metric
 from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
 from earnest_audit.places import caller, place_of
 from earnest_audit.probe import Probe
-from earnest_audit.step import Loss, Step, StepError
+from earnest_audit.step import Step
 from earnest_audit.subjects import Subject
-from earnest_audit.verdict import Finding, Verdict, unchecked
+from earnest_audit.verdict import Finding, Verdict, judged
 
 LISTENERS: list[Callable[[Verdict], None]] = []
 """Each is called with every verdict; `earnest audit SCRIPT.py` collects them here."""
@@ -25,73 +22,72 @@ PROGRESS: list[Callable[[str], None]] = []
 """Each is called with the law that begins, where no ``progress`` is given."""
 RUNNING: list[object] = []
 """The subjects of the audits that are running now."""
+FROZEN = (
+    "No parameter of the model requires a gradient, so the step trains nothing and no other law was checked. Unfreeze "
+    "what is trained (requires_grad_(True); of an adapter that was loaded: is_trainable=True), or give the model that "
+    "has the adapter."
+)
+
+
+class Guess(Protocol):
+    """A front-end that fills what is not declared (``frontends/names.py``), and lists what it filled."""
+
+    def settings(self, step: Step) -> Step: ...
+    def metrics(self, step: Step, returned: Iterable[str]) -> Mapping[str, Metric]: ...
+    def notes(self, step: Step, probe: Probe) -> tuple[str, ...]: ...
 
 
 def audit(
-    subject: Step | Subject | nn.Module,
-    loss: Loss | None = None,
-    batch: Mapping[str, Any] | None = None,
+    subject: Step | Subject,
     *,
     quick: bool = False,
-    laws: Sequence[Law] = LAWS,
+    laws: Sequence[Law] | None = None,
     progress: Callable[[str], None] | None = None,
-    **declared: Any,
+    guess: Guess | None = None,
 ) -> Verdict:
-    """Check every law that the declarations allow. ``quick`` leaves out the laws that cost many step times.
-
-    ``audit(model, loss, batch)`` guesses the roles of the batch's tensors (``frontends/inference.py``) and lists the
-    guesses in the verdict; ``declared`` are further fields of ``Step``. What the unchanged step raises is raised; what
-    it raises when something is changed becomes a row of the verdict.
-    """
-    if isinstance(subject, nn.Module):
-        if loss is None or batch is None:
-            raise StepError("a model alone cannot be audited: give audit(model, loss, batch), or audit(Step(…)).")
-        subject = infer(subject, loss, batch, **declared)
-    elif not isinstance(subject, Step | Subject):
-        raise StepError(
-            f"a {type(subject).__name__} cannot be audited: give audit(model, loss, batch) in this order, or a Step."
-        )
-    elif loss is not None or batch is not None or declared:
-        what = ", ".join(declared) or "the loss and the batch"
-        name = type(subject).__name__
-        raise StepError(f"audit({name}(…)) takes nothing beside the {name}: give {what} to {name}(…).")
+    """Check every law (or these ``laws``) that the declarations allow. ``quick`` leaves out the laws that cost many
+    step times. What the unchanged step raises is raised; what it raises when something is changed becomes a row."""
     RUNNING.append(subject)
     try:
         if isinstance(subject, Step):
-            verdict = _step(subject, quick, laws, progress)
+            chosen = LAWS if laws is None else laws
+            verdict = _step(subject, [law for law in chosen if law.quick or not quick], progress, guess)
         else:
             verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
     finally:
         RUNNING.pop()
-    judged = (f for name, f in vars(subject).items() if callable(f) and name not in ("model", "make", "perturb"))
-    verdict = verdict.at(next(filter(None, map(place_of, judged)), "") or caller())
-    for listener in LISTENERS:
-        listener(verdict)
+    functions = (f for name, f in vars(subject).items() if callable(f) and name not in ("model", "make", "perturb"))
+    verdict = verdict.at(next(filter(None, map(place_of, functions)), "") or caller())
+    announce(verdict)
     return verdict
 
 
-def _step(subject: Step, quick: bool, laws: Sequence[Law], progress: Callable[[str], None] | None) -> Verdict:
-    chosen = [law for law in laws if law.quick or not quick]
+def announce(verdict: Verdict) -> None:
+    for listener in LISTENERS:
+        listener(verdict)
 
-    def report(text: str) -> None:
-        for show in [progress] if progress is not None else PROGRESS:
-            show(text)
 
-    probe = Probe(names.settings(subject), report, describe=names.metrics)
+def _step(
+    step: Step, laws: Sequence[Law], progress: Callable[[str], None] | None, guess: Guess | None
+) -> Verdict:
+    if not step.trainable():
+        return Verdict((judged("GL", "trainable parameters", "0", "at least 1", False, FROZEN),))
+    probe = Probe(step) if guess is None else Probe(guess.settings(step), guess.metrics)
     findings: list[Finding] = []
     with probe.open():
         probe.own_gradient()  # of the unchanged step: what this raises is the user's to see
-        for number, law in enumerate(chosen, 1):
-            report(f"law {number}/{len(chosen)}: {law.code} {law.name}")
+        probe.try_functions()
+        for number, law in enumerate(laws, 1):
+            for show in PROGRESS if progress is None else [progress]:
+                show(f"law {number}/{len(laws)}: {law.code} {law.name}")
             findings += checked(law, probe)
-    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + names.notes(subject, probe) + _facts(subject))
+    guesses = () if guess is None else guess.notes(step, probe)
+    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + guesses + _facts(step))
 
 
 def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
-    notes = []
-    if step.wide is None and len(guess := edits.readings(step)) > 1 and (more := sorted(guess[0] - guess[-1])):
-        notes.append(f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it")
+    notes = [*edits.guesses(step)]
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
     return (*notes, *step.remarks)
 
@@ -106,20 +102,17 @@ def _rows(law: Law, probe: Probe) -> Iterator[Finding]:
     probe.law = law
     if not law.when(probe.step):
         return
-    for subject, what, given in law.asks:
-        if not given(probe.step):
-            yield law.not_declared(subject, what)
-            return
-    if not law.from_start and probe.gradient().norm() == 0:
-        yield law.not_applicable(law.name, "not checked: the gradient is 0, see GL")
-        return
-    if law.spare and not probe.afford(law.spare, keep=0.0):
-        yield law.not_applicable(law.name, "not checked: the budget is spent")
-        return
     try:
+        for subject, what, given in law.asks:
+            if not given(probe.step):
+                raise Ends(law.not_declared(subject, what))
+        if not law.from_start and probe.gradient().norm() == 0:
+            raise Ends(law.not_applicable(law.name, "not checked: the gradient is 0, see GL"))
+        if law.spare and not probe.afford(law.spare, keep=0.0):
+            raise Ends(law.not_applicable(law.name, "not checked: the budget is spent"))
         with probe.perturbed() if law.perturbed else nullcontext():
             yield from law.check(probe)
     except Ends as last:
         yield last.row
     except Exception as error:
-        yield unchecked(law.code, law.name, error)
+        yield law.unchecked(law.name, error)

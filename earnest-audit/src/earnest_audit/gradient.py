@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,3 +103,13 @@ def span(target: Gradient, a: Gradient, b: Gradient) -> Span:
     longest = max(1.0, abs(alpha) * lengths[0], abs(beta) * lengths[1])  # parts that cancel are as exact as they are
     rest = target.minus(a, alpha).minus(b, beta).norm() / (norm * longest)
     return Span(alpha, beta, rest, angle, lengths)
+
+
+def nodes(root: Any, ends: Collection[Any] = ()) -> Iterator[Any]:
+    """Every node of autograd's graph from ``root`` (a ``grad_fn``) on, once, without what is behind ``ends``."""
+    seen, todo = {None}, [root]
+    while todo:
+        if (node := todo.pop()) not in seen:
+            seen.add(node)
+            yield node
+            todo += [] if node in ends else [following for following, _ in node.next_functions]

@@ -14,9 +14,7 @@ STRONG = 1e3  # times its weight a term is the loss, so that a small weight does
 
 # The watch: numbers of updates that are looked at.
 ENOUGH = 4  # before something that always (or never) happened is reported
-SURE = 8  # where one look is weak evidence
 MANY = 20  # before what has ended is reported: warm-ups from 0 rise, and a loss scale of 2 ** 16 is down to 1, by then
-SAMPLE = 4096  # entries of a parameter that are compared
 
 
 def beside(value: float, limit: float) -> str:

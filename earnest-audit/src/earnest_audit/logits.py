@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import edits
+from earnest_audit.gradient import nodes
 from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
@@ -83,15 +84,7 @@ def positions(probe: Probe, batch: edits.Batch, knobs: Mapping[str, Any], on: Te
     probe.cost += 2 / 3  # the backward pass ends at the outputs
     value, seen = _outputs(probe, batch, knobs)
     ends = {o.grad_fn: (m, o) for m, o in seen.items() if len(o) == len(on) and o.shape[1] >= on.sum(-1).max()}
-    nearest: dict[nn.Module, Tensor] = {}
-    todo: list[Any] = [value.grad_fn]
-    done: set[Any] = {None}
-    while todo:
-        if (node := todo.pop()) in ends:
-            nearest |= [ends[node]]
-        elif node not in done:
-            todo += [following for following, _ in node.next_functions]
-        done.add(node)
+    nearest = dict(ends[node] for node in nodes(value.grad_fn, ends) if node in ends)
     slopes = torch.autograd.grad(value, list(nearest.values())) if nearest else ()
     found = {}
     for (module, output), slope in zip(nearest.items(), slopes, strict=True):

@@ -1,44 +1,41 @@
 """Measures a step under control: loss, metrics and gradient, from the same randomness every time.
 
 ``Measure.gradient(batch, settings)`` is the measurement of most laws. ``cost`` counts in step times: 1 for a gradient,
-a third for a look at the loss and its metrics. Readings of the declared, the off-policy and the on-policy batch are
-kept for as long as the parameters are in the same state.
+a third for a look at the loss and its metrics. Readings of the declared batch, and of every batch that is made by
+``kept``, are kept for each state of the parameters.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-from earnest_audit.gradient import Gradient
+from earnest_audit.edits import Batch
+from earnest_audit.gradient import Gradient, nodes
 from earnest_audit.restore import calling, copied, empty_grads, put_back, remembered
 from earnest_audit.step import Loss, Step, StepError
 
-Batch = dict[str, Any]
+T = TypeVar("T")
+Inputs = Mapping[str, Any] | None
+"""A batch, or settings, in place of the declared ones."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One evaluation of a step: its loss, its metrics, and its gradient if that was computed."""
+    """One evaluation of a step: its loss and metrics, ∂loss/∂θ if that was computed, and for ``slopes`` ∂loss/∂input by
+    role (None where the loss does not reach it)."""
 
     loss: float
-    metrics: Mapping[str, float]
-    gradient: Gradient
-
-
-@dataclass(frozen=True, eq=False)
-class Slopes:
-    """One evaluation: the loss, ∂loss/∂θ, and ∂loss/∂input for declared inputs (None where it does not reach)."""
-
-    loss: float
-    gradient: Gradient
-    inputs: Mapping[str, Tensor | None]
+    gradient: Gradient = Gradient({})
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    inputs: Mapping[str, Tensor | None] = field(default_factory=dict)
 
 
 class Measure:
@@ -48,28 +45,23 @@ class Measure:
         self.step = step
         self.parameters = step.trainable()
         self.cost = 0.0
+        self.sparse: set[str] = set()  # parameters whose gradients are sparse
         self._state = "as it is"
-        self._batches: dict[tuple[str, str], Batch] = {}
+        self._made: dict[tuple[str, str], Any] = {}
         self._kept: dict[tuple[str, int, str], Reading] = {}
-        self._now: dict[str, Tensor] = {}
-        self._by_backward: bool | None = None  # whether autograd.grad will not do; not known yet
         self._put_buffers_back: Callable[[], None] = lambda: None
 
-    def gradient(
-        self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
-    ) -> Gradient:
+    def gradient(self, batch: Inputs = None, knobs: Inputs = None, loss: Loss | None = None) -> Gradient:
         """∂loss/∂θ at the model's present parameters, with this batch and these settings in place of the declared
         ones."""
         return self.read(batch, knobs, loss).gradient
 
-    def change(
-        self, edited: Mapping[str, Any], base: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None
-    ) -> float:
+    def change(self, edited: Mapping[str, Any], base: Inputs = None, knobs: Inputs = None) -> float:
         """The relative change of the gradient from ``base`` to the ``edited`` batch."""
         return self.gradient(base, knobs).distance(self.gradient(edited, knobs))
 
     def own_gradient(
-        self, knobs: Mapping[str, Any] | None = None, backward: Callable[[Mapping[str, Any]], Any] | None = None
+        self, knobs: Inputs = None, backward: Callable[[Mapping[str, Any]], Any] | None = None
     ) -> Gradient:
         """The gradient that the run's own (or this) backward pass makes, or the loss's where none is declared."""
         backward = backward or self.step.backward
@@ -78,24 +70,18 @@ class Measure:
         self.cost += 1
         with empty_grads(self.parameters.values()), calling(self.step.seed, graph=True):
             backward(self.settings(knobs))
-            return Gradient({n: p.grad for n, p in self.parameters.items()})
+            return self._named([p.grad for p in self.parameters.values()])
 
-    def read(
-        self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None, loss: Loss | None = None
-    ) -> Reading:
+    def read(self, batch: Inputs = None, knobs: Inputs = None, loss: Loss | None = None) -> Reading:
         """Loss, metrics and gradient."""
         batch = self.step.batch if batch is None else batch
-        lasting = loss is None and (batch is self.step.batch or any(batch is b for b in self._batches.values()))
+        lasting = loss is None and (batch is self.step.batch or any(batch is made for made in self._made.values()))
         key = self._key(batch, knobs)
         if lasting and key in self._kept:
             return self._kept[key]
         self.cost += 1
         value, metrics = self.run(batch, knobs, loss)
-        if self._by_backward is None:
-            found = self._first_gradient(value, batch, knobs, loss)
-        else:
-            found = self.differentiate(value, list(self.parameters.values()))
-        reading = Reading(float(value.detach()), metrics, self._named(found))
+        reading = Reading(float(value.detach()), self.pull(value), metrics)
         if lasting:
             self._kept[key] = reading
         return reading
@@ -109,44 +95,27 @@ class Measure:
         return self._named(self.differentiate(value, list(self.parameters.values()), retain))
 
     def _named(self, found: Sequence[Tensor | None]) -> Gradient:
-        return Gradient({n: None if g is None else g.detach() for n, g in zip(self.parameters, found, strict=True)})
+        """Without graphs, and dense."""
+        self.sparse |= {n for n, g in zip(self.parameters, found, strict=True) if g is not None and g.is_sparse}
+        parts = (None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in found)
+        return Gradient(dict(zip(self.parameters, parts, strict=True)))
 
-    def _key(self, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None) -> tuple[str, int, str]:
+    def _key(self, batch: Mapping[str, Any], knobs: Inputs) -> tuple[str, int, str]:
         return self._state, id(batch), repr(sorted((knobs or {}).items()))
-
-    def _first_gradient(
-        self, value: Tensor, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None, loss: Loss | None
-    ) -> list[Tensor | None]:
-        """The gradient, and whether it has to be read by ``backward``: reentrant checkpointing refuses
-        ``autograd.grad``, or silently gives none where all parameters lie inside it. So where
-        some are missing the gradient is computed again by ``backward``."""
-        inputs, refused = list(self.parameters.values()), False
-        try:
-            found = self.differentiate(value, inputs)
-        except RuntimeError as error:
-            if "use_reentrant=True" not in str(error):
-                raise
-            refused, found = True, [None] * len(inputs)
-        self._by_backward = False
-        if not value.requires_grad or all(g is not None for g in found):
-            return found
-        self.cost += 1
-        self._by_backward = True
-        again = self.differentiate(self.run(batch, knobs, loss)[0], inputs)
-        self._by_backward = refused or any(a is None and b is not None for a, b in zip(found, again, strict=True))
-        return again if self._by_backward else found
 
     def differentiate(self, value: Tensor, inputs: Sequence[Tensor], retain: bool = False) -> list[Tensor | None]:
         """∂value/∂input, None where the value does not reach it, with no ``.grad`` left over.
 
-        By ``autograd.grad``; where the step is checkpointed reentrantly, by ``backward``, while the parameters' own
-        hooks are disabled.
+        By ``autograd.grad``; where a function is written in Python, which may run a backward pass of its own (reentrant
+        checkpointing) and then refuses ``autograd.grad`` or passes it by, by ``backward``, without the leaves' hooks.
         """
         if not value.requires_grad:
             return [None] * len(inputs)
-        if not self._by_backward:
+        graph = list(nodes(value.grad_fn))
+        if not any(isinstance(node, BackwardCFunction) for node in graph):
             return list(torch.autograd.grad(value, inputs, allow_unused=True, retain_graph=retain))
-        reached = {id(t): t for t in (*inputs, *self.parameters.values())}.values()  # backward() fills every leaf
+        leaves = [node.variable for node in graph if hasattr(node, "variable")]  # backward() fills every one
+        reached = {id(t): t for t in (*inputs, *self.parameters.values(), *leaves)}.values()
         hooks = remembered(t._post_accumulate_grad_hooks for t in reached if t._post_accumulate_grad_hooks)
         with empty_grads(reached):
             try:
@@ -158,7 +127,7 @@ class Measure:
             finally:
                 hooks()
 
-    def look(self, batch: Mapping[str, Any] | None = None, knobs: Mapping[str, Any] | None = None) -> Reading:
+    def look(self, batch: Inputs = None, knobs: Inputs = None) -> Reading:
         """Loss and metrics, without a gradient."""
         batch = self.step.batch if batch is None else batch
         if (key := self._key(batch, knobs)) in self._kept:
@@ -166,10 +135,10 @@ class Measure:
         self.cost += 1 / 3
         with torch.no_grad():
             value, metrics = self.run(batch, knobs, None, graph=False)
-        return Reading(float(value), metrics, Gradient({}))
+        return Reading(float(value), metrics=metrics)
 
     def run(
-        self, batch: Mapping[str, Any], knobs: Mapping[str, Any] | None, loss: Loss | None = None, graph: bool = True,
+        self, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None = None, graph: bool = True,
         seed: int | None = None,
     ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
         if self._state != "in training":  # what a forward pass wrote down must not reach the next one
@@ -177,11 +146,11 @@ class Measure:
         with calling(self.step.seed if seed is None else seed, graph):
             return result_of((loss or self.step.loss)(self.step.model, fresh(batch), **self.settings(knobs)))
 
-    def settings(self, knobs: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def settings(self, knobs: Inputs = None) -> dict[str, Any]:
         """Every setting and the first mode of every option, with ``knobs`` in their place."""
         return {**self.step.knobs, **{o: m[0] for o, m in self.step.options.items()}, **(knobs or {})}
 
-    def forward(self, fn: Callable[..., Any] | None, batch: Mapping[str, Any] | None = None, graph: bool = True) -> Any:
+    def forward(self, fn: Callable[..., Any] | None, batch: Inputs = None, graph: bool = True) -> Any:
         """What a declared function (``logprobs``, ``student``) gives for the model and this batch."""
         assert fn is not None
         batch = fresh(self.step.batch if batch is None else batch)
@@ -191,21 +160,19 @@ class Measure:
 
     def now(self) -> Tensor:
         """The policy's log-probs in this state (``step.logprobs``, no graph); edits of signals do not change them."""
-        if self._state not in self._now:
-            self._now[self._state] = self.forward(self.step.logprobs, graph=False).detach()
-        return self._now[self._state]
+        return self.kept("log-probs", lambda: self.forward(self.step.logprobs, graph=False).detach())
 
-    def slopes(self, roles: Sequence[str], batch: Mapping[str, Any], knobs: Mapping[str, Any] | None = None) -> Slopes:
+    def slopes(self, roles: Sequence[str], batch: Mapping[str, Any], knobs: Inputs = None) -> Reading:
         """The loss with its derivatives by the parameters and by those of these inputs that are floats."""
         named = {r: self.step.roles[r] for r in roles if r in self.step.roles}
         leaves = {
             r: batch[k].detach().clone().requires_grad_() for r, k in named.items() if batch[k].is_floating_point()
         }
         self.cost += 1
-        value, _ = self.run({**batch, **{named[r]: leaf for r, leaf in leaves.items()}}, knobs)
+        value, metrics = self.run({**batch, **{named[r]: leaf for r, leaf in leaves.items()}}, knobs)
         found = self.differentiate(value, [*leaves.values(), *self.parameters.values()])
         inputs = dict(zip(leaves, found[: len(leaves)], strict=True))
-        return Slopes(float(value.detach()), self._named(found[len(leaves) :]), inputs)
+        return Reading(float(value.detach()), self._named(found[len(leaves) :]), metrics, inputs)
 
     @contextmanager
     def along(self, direction: Gradient, length: float) -> Iterator[None]:
@@ -222,12 +189,13 @@ class Measure:
         """A length: this share of the norm of all trainable parameters."""
         return share * max(Gradient({n: p.detach() for n, p in self.parameters.items()}).norm(), 1e-2)
 
-    def kept_batch(self, name: str, make: Callable[[], Batch]) -> Batch:
-        """A batch that is made once for this state of the parameters, so that its readings can be kept."""
+    def kept(self, name: str, make: Callable[[], T]) -> T:
+        """What is made once for each state of the parameters; readings of a batch that is made here are kept."""
         key = (self._state, name)
-        if key not in self._batches:
-            self._batches[key] = make()
-        return self._batches[key]
+        if key not in self._made:
+            self._made[key] = make()
+        made: T = self._made[key]
+        return made
 
 
 def fresh(batch: Mapping[str, Any]) -> Batch:

@@ -1,14 +1,16 @@
-"""The executor of a law: it perturbs, measures with a known resolution, keeps the budget, names the culprit, reports.
+"""Measures a step for the laws and judges what is measured: against its own noise and rounding, within a budget.
 
-A law is a table of relations (subject, edit, expectation, exception, meaning); its ``check`` yields one row for each.
-The expectations are methods of ``Probe``, and every law uses these six and nothing else to judge:
+Most rows are judged by one of six expectations, the first five of them here:
 
     matters    the gradient changes: any bit of it, or more than the noise of a step that is not deterministic
     same       it stays, within the step's own tolerance
     scales     it is a multiple c of what it was, low ≤ c ≤ high
     vanishes   it is 0, against its usual size
     descends   a number has the right sign
-    agrees     two computations give the same, within a stated room (``Law.agrees``)
+    agrees     two computations give the same, up to a stated limit (``law.Reporter.agrees``)
+
+Other rows have a list of what is wrong, which has to be empty (``Reporter.none``), or a number that has to be inside a
+range or beyond a threshold of the law itself (``Reporter.finding``); such a threshold is a constant with its reason.
 
 While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model's
 parameters, buffers, gradients, modes and hooks, its dropout rates, the optimizer and all random generators are bit for
@@ -18,7 +20,7 @@ bit what they were. What a loss keeps in a closure of its own cannot be seen, an
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -31,10 +33,10 @@ from earnest_audit import edits
 from earnest_audit.facts import Metric
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
-from earnest_audit.measure import Batch, Measure
+from earnest_audit.measure import Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import buffers, moved, perturbation_sizes, restored, without_dropout
-from earnest_audit.step import Step
+from earnest_audit.restore import buffers, calling, moved, perturbation_sizes, restored, without_dropout
+from earnest_audit.step import Step, StepError
 from earnest_audit.verdict import Finding
 
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
@@ -49,16 +51,13 @@ class Probe(Measure):
 
     law: Law
 
-    def __init__(self, step: Step, say: Callable[[str], None] | None = None, describe: Describe | None = None) -> None:
+    def __init__(self, step: Step, describe: Describe | None = None) -> None:
         super().__init__(step)
-        self.say = say or (lambda _: None)
         self.notes: tuple[str, ...] = ()
         self._describe = describe or (lambda step, _: step.facts)
         self._floor: float | None = None
         self._noise: float | None = None
         self._random: bool | None = None
-        self._precision = step.precision
-        self._precision_known = step.precision is not None
         self._active: Step | None = None
 
     @cached_property
@@ -88,31 +87,16 @@ class Probe(Measure):
         found = self.law.agrees(subject, change, self.tolerance if room is None else room, meaning, what)
         return self.fair(found) if rows else found
 
-    def same_by_one(
-        self, base: Batch, edited: Mapping[str, Batch], subject: str, meaning: Callable[[str], str]
-    ) -> Iterator[Finding]:
-        """All edits at once; if the gradient changes, one at a time, to name the culprit. ``edited``: role -> the batch
-        in which its tensor is changed."""
-        step = self.step
-        whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in edited.items()}}
-        together = self.change(whole, base)
-        if together <= self.tolerance:
-            yield self.same(f"{', '.join(edited)} {subject}", together, "")
-            return
-        for role, batch in edited.items():
-            yield self.same(f"{role} {subject}", self.change(batch, base), meaning(role))
-
     def scales(self, found: Gradient, whole: Gradient, low: float, high: float) -> tuple[float, float, bool]:
         """The factor c, what is left of ``found`` - c·``whole``, and whether both are as expected."""
         factor = found.best_scale(whole)
         rest = found.distance(whole.times(factor))
         return factor, rest, rest <= self.tolerance and low <= factor <= high
 
-    def vanishes(self, subject: str, left: float, meaning: str, room: float | None = None) -> Finding:
+    def vanishes(self, subject: str, left: float, meaning: str) -> Finding:
         """``left`` of the usual gradient."""
-        near = self.tolerance if room is None else room
-        measured, expected = f"gradient {left:.2g} of the usual", f"0, up to {near:.2g}"
-        return self.law.finding(subject, measured, expected, left <= near, meaning)
+        measured, expected = f"gradient {left:.2g} of the usual", f"0, up to {self.tolerance:.2g}"
+        return self.law.finding(subject, measured, expected, left <= self.tolerance, meaning)
 
     def descends(self, subject: str, measured: str, value: float, meaning: str, above: float = 0.0) -> Finding:
         return self.law.finding(subject, measured, f"above {above:g}", value > above, meaning)
@@ -203,7 +187,6 @@ class Probe(Measure):
     @property
     def coarsest(self) -> float:
         """The largest unit in the last place, of the parameters or of what the modules compute in."""
-        self.find_precision()
         return max(self._eps(p) for p in self.step.model.parameters() if p.is_floating_point())
 
     @property
@@ -212,8 +195,22 @@ class Probe(Measure):
         return self.coarsest > COARSE
 
     def _eps(self, p: Tensor) -> float:
-        own, coarse = torch.finfo(p.dtype).eps, self._precision
+        own, coarse = torch.finfo(p.dtype).eps, self.precision
         return own if coarse is None else max(own, torch.finfo(coarse).eps)
+
+    @cached_property
+    def precision(self) -> torch.dtype | None:
+        """What its modules compute in, where that is coarser than their parameters; as declared, or as they do."""
+        if self.step.precision is not None:
+            return self.step.precision
+        with noticing(self.step.model) as seen:
+            if self._key(self.step.batch, None) in self._kept:  # a kept reading would not run the modules
+                self.look(dict(self.step.batch))
+            else:
+                self.read()
+        if (found := coarsest(seen)) is not None:
+            self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
+        return found
 
     @property
     def tolerance(self) -> float:
@@ -225,23 +222,6 @@ class Probe(Measure):
         """The relative difference up to which two loss values count as equal, without comparing gradients: a mean over
         tokens is more exact than a gradient."""
         return min(self.tolerance, (1 if self.coarse else 16) * self.coarsest)
-
-    def differs(self, a: Gradient, b: Gradient) -> bool:
-        """Whether anything changed at all: any bit for a deterministic step, more than its noise otherwise."""
-        return a.distance(b) > 4 * self.noise()
-
-    def find_precision(self) -> None:
-        if self._precision_known:
-            return
-        self._precision_known = True
-        with noticing(self.step.model) as seen:
-            if self._key(self.step.batch, None) in self._kept:  # a kept reading would not run the modules
-                self.look(dict(self.step.batch))
-            else:
-                self.read()
-        if (found := coarsest(seen)) is not None:
-            self._precision = found
-            self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
 
     # --- moving the policy --------------------------------------------------------------------------------------------
 
@@ -286,13 +266,13 @@ class Probe(Measure):
     @contextmanager
     def training(self) -> Iterator[None]:
         """Inside, parameters may change; readings made there are not kept."""
-        outer, kept, batches, now = self._state, dict(self._kept), dict(self._batches), dict(self._now)
+        outer, kept, made = self._state, dict(self._kept), dict(self._made)
         self._state = "in training"
         try:
             with restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None):
                 yield
         finally:
-            self._state, self._kept, self._batches, self._now = outer, kept, batches, now
+            self._state, self._kept, self._made = outer, kept, made
 
     # --- the batches of these states ----------------------------------------------------------------------------------
 
@@ -302,12 +282,12 @@ class Probe(Measure):
         off = self.step.terms_off
         return off if off and (self.look(None, off).loss != 0 or self.gradient(None, off).norm() > 0) else {}
 
-    def off_policy(self) -> Batch:
+    def off_policy(self) -> edits.Batch:
         """``edits.off_policy``, with behaviour log-probs around the policy's own, where these are known:
         whole rows on either side of ratio 1, so that token and sequence ratios both leave their clips both ways."""
-        return self.kept_batch("off-policy", self._off_policy)
+        return self.kept("off-policy", self._off_policy)
 
-    def _off_policy(self) -> Batch:
+    def _off_policy(self) -> edits.Batch:
         step, batch = self.step, edits.off_policy(self.step)
         if step.logprobs is None or step.ratio_role not in step.roles:
             return batch
@@ -326,7 +306,7 @@ class Probe(Measure):
         batch[key] = moved if on is None else torch.where(on, moved, batch[key])
         return batch
 
-    def as_policy(self, batch: Mapping[str, Any], roles: tuple[str, ...] = edits.SAMPLERS) -> Batch:
+    def as_policy(self, batch: Mapping[str, Any], roles: tuple[str, ...] = edits.SAMPLERS) -> edits.Batch:
         """The batch in which these roles are the policy's own log-probs."""
         keys = [self.step.roles[r] for r in roles if r in self.step.roles]
         now = self.now()
@@ -349,20 +329,18 @@ class Probe(Measure):
 
     # --- a copy -------------------------------------------------------------------------------------------------------
 
-    def twin(self, dtype: torch.dtype) -> Probe:
-        """The same step on a copy of its model as it is now, in another dtype; with the gradient hooks of parameters,
+    def twin(self) -> Probe:
+        """The same step on a copy of its model as it is now, in float64; with the gradient hooks of parameters,
         which a copy does not have: they are part of the step."""
-        model = copy.deepcopy(self.step.model).to(dtype)
+        model = copy.deepcopy(self.step.model).double()
         copies = dict(model.named_parameters())
         for name, p in self.step.model.named_parameters():
             for hook in (p._backward_hooks or {}).values():
                 copies[name].register_hook(hook)
-        found = Probe(replace(
-            self.step, model=model, batch=edits.lifted(self.step.batch, dtype), precision=None, optimizer=None,
+        return Probe(replace(
+            self.step, model=model, batch=edits.lifted(self.step.batch), precision=None, optimizer=None,
             clipped=None, backward=None, update=None,
         ))  # fmt: skip
-        found._by_backward = self._by_backward
-        return found
 
     # --- the whole audit ----------------------------------------------------------------------------------------------
 
@@ -380,11 +358,42 @@ class Probe(Measure):
             self._put_buffers_back = buffers(self.step.model)
             self._sums = self._sum()
             if self.step.backward is None:  # or else when a law compares gradients: the run's own pass needs less
-                self.find_precision()
+                _ = self.precision
             try:
                 yield self
             finally:
                 self._put_buffers_back()
+
+    def try_functions(self) -> None:
+        """Raise where a declared function, called once for the unchanged step, does not give what is compared with."""
+        step = self.step
+        if step.logprobs is not None:
+            found = self.forward(step.logprobs, graph=False)
+            if "chosen" in step.roles:
+                pair = isinstance(found, tuple | list | Tensor) and all(isinstance(side, Tensor) for side in found)
+                if not pair or [side.numel() for side in found] != [step.rows] * 2:
+                    raise StepError(f"logprobs gives {_form(found)}: give two tensors of shape ({step.rows},), of the "
+                                    "chosen and of the rejected answers.")  # fmt: skip
+            elif isinstance(found, Tensor) or step.kind != "preference":
+                self._fits("logprobs", found, (*edits.SAMPLERS, "reference", "advantages"))
+        if step.student is not None:
+            self._fits("student", self.forward(step.student, graph=False), ("teacher",))
+        if step.reference is not None:
+            with calling(step.seed, graph=False):
+                self._fits("reference", step.reference(), ())
+
+    def _fits(self, name: str, found: Any, roles: Sequence[str]) -> None:
+        """Raise unless it is a tensor with as many numbers as each of these roles. A reference and advantages may have
+        other dimensions, one column, or a first column that the loss cuts off."""
+        if not isinstance(found, Tensor):
+            raise StepError(f"{name} gives {_form(found)}: give a tensor.")
+        for role in (r for r in roles if r in self.step.roles):
+            value: Tensor = self.step.batch[self.step.roles[role]]
+            other = value.ndim != found.ndim or value.shape[1:] in ((1,), (found.shape[-1] + 1,))
+            if value.numel() != found.numel() and not (other and role in ("reference", "advantages")):
+                key, shape = self.step.roles[role], tuple(value.shape)
+                raise StepError(f"{name} gives {_form(found)}, but role {role!r} ({key!r}) has {shape}: give one "
+                                "number for each of its places.")  # fmt: skip
 
     def written(self) -> list[str]:
         """The trainable parameters that are not what they were when the audit began."""
@@ -401,5 +410,6 @@ class Probe(Measure):
         return {name: float(p.detach().sum(dtype=torch.float64)) for name, p in self.parameters.items()}
 
 
-def settings_text(settings: Mapping[str, Any]) -> str:
-    return " and ".join(f"{k} = {v:g}" for k, v in settings.items())
+def _form(found: Any) -> str:
+    """How an error names what a function gave."""
+    return f"a tensor of shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import random
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -14,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+
+from earnest_audit.errors import EarnestError
 
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 CONFIGS = ("config", "cfg")
@@ -147,12 +150,20 @@ def buffers(model: nn.Module) -> Callable[[], None]:
 
 def remembered(values: Iterable[Any]) -> Callable[[], None]:
     """A function that puts what these tensors, dicts, lists and optimizers hold back into them."""
-    kept = [(value, _content(value)) for value in values]
+    holders = [vars(value) if isinstance(value, torch.optim.Optimizer) else value for value in values]
+    tensors = [(t, t.detach().clone()) for t in holders if isinstance(t, Tensor)]
+    members = [(held, copy.copy(held)) for held in holders if isinstance(held, dict | list | deque | set)]
 
     def undo() -> None:
+        for held, content in members:
+            held.clear()
+            (held.extend if isinstance(held, list | deque) else held.update)(content)
         with torch.no_grad():
-            for value, content in kept:
-                _refill(value, content)
+            for t, old in tensors:
+                if t.shape != old.shape or t.dtype != old.dtype:
+                    t.data = old.clone()
+                elif not torch.equal(_bits(t), _bits(old)):
+                    t.detach().copy_(old)
 
     return undo
 
@@ -172,31 +183,9 @@ def held_by(optimizer: torch.optim.Optimizer) -> list[Any]:
             todo += vars(value).values()
         elif isinstance(value, Mapping):
             todo += value.values()
-        elif isinstance(value, list | tuple):
+        elif isinstance(value, list | tuple | deque | set):
             todo += value
     return found
-
-
-def _content(value: Any) -> Any:
-    """What ``_refill`` needs; the members of a container have contents of their own."""
-    if isinstance(value, Tensor):
-        return value.detach().clone()
-    inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-    return copy.copy(inside) if isinstance(inside, dict | list) else None
-
-
-def _refill(value: Any, content: Any) -> None:
-    if isinstance(value, Tensor):
-        if value.shape != content.shape or value.dtype != content.dtype:
-            value.data = content.clone()
-        elif not torch.equal(_bits(value), _bits(content)):
-            value.detach().copy_(content)
-    elif isinstance(value, list):
-        value[:] = content
-    elif content is not None:
-        inside = vars(value) if isinstance(value, torch.optim.Optimizer) else value
-        inside.clear()
-        inside.update(content)
 
 
 def held(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
@@ -255,6 +244,8 @@ def copied(value: Any) -> Any:
         return value.clone()
     if isinstance(value, np.ndarray):
         return value.copy()
+    if isinstance(value, Generator):
+        raise EarnestError("the batch has a generator, which can be read only once: give a list.")
     return rebuilt(value, copied) if is_container(value) else copy.copy(value)
 
 

@@ -15,6 +15,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from itertools import combinations
+from numbers import Real
 from typing import Any, Literal, get_args
 
 import torch
@@ -22,7 +24,6 @@ from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.facts import CLIPS, KINDS, VALUES, Kind, Metric, Setting
-from earnest_audit.frontends.first_edition import with_old_names
 from earnest_audit.together import Together
 
 Role = Literal[
@@ -56,6 +57,8 @@ Role = Literal[
     "correct",  # whether a row's answer is right, where the loss sorts rows by that [B], true or false
 ]
 ROLES: tuple[str, ...] = get_args(Role)
+APART = ("advantages", "behaviour", "importance", "values", "returns", "chosen", "rejected", "mask")
+"""Roles of which one tensor has at most one."""
 Family = Literal["policy gradient", "sft", "divergence", "preference"]
 Reduction = Literal["mean", "sum"]
 Loss = Callable[..., Any]
@@ -87,7 +90,6 @@ class Active:
     terms: Mapping[str, str]
 
 
-@with_old_names
 @dataclass
 class Step:
     """A training step and its declarations. Everything beyond model, loss and batch is optional.
@@ -160,28 +162,47 @@ class Step:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        given: Any = self.optimizer
-        if isinstance(given, list | tuple):
-            self.optimizer = Together(*given) if given else None
-        if isinstance(given, type):
-            raise StepError(f"optimizer={given.__name__} is a class: give {given.__name__}(model.parameters(), …).")
+        members: Any = self.optimizer
+        if isinstance(members, list | tuple):
+            self.optimizer = Together(*members) if members else None
         self.clipped = None if self.clipped is None else list(self.clipped)
+        for fault in self._faults():
+            raise StepError(fault)
+
+    def _faults(self) -> Iterator[str]:
+        """What is wrong with the declarations, a sentence each; what comes first may make the next checks raise."""
+        given: Any = self.optimizer
+        limit: Any = self.max_grad_norm
+        if isinstance(given, type):
+            yield f"optimizer={given.__name__} is a class: give {given.__name__}(model.parameters(), …)."
+        if not hasattr(given, "param_groups") and given is not None:
+            what = type(given).__name__
+            yield f"optimizer is a {what}, which has no param_groups: give the optimizer that it belongs to."
+        if not isinstance(limit, Real) and limit is not None:
+            yield f"max_grad_norm={limit!r} is of type {type(limit).__name__}: give a number, or None for no clipping."
         if isinstance(text := self.may_idle, str):
-            raise StepError(f"may_idle={text!r} is one text: give a sequence of names, ({text!r},).")
+            yield f"may_idle={text!r} is one text: give a sequence of names, ({text!r},)."
         if not isinstance(self.batch, Mapping) or not self.batch:
             what = "is empty" if isinstance(self.batch, Mapping) else f"is a {type(self.batch).__name__}"
-            raise StepError(f"the batch {what}: give a dict of tensors, which the loss reads by their names.")
+            yield f"the batch {what}: give a dict of tensors, which the loss reads by their names."
+        for name in ("roles", "settings", "metrics", "paths", "weighed"):
+            if not isinstance(getattr(self, name), Mapping):
+                yield f"{name} is of type {type(getattr(self, name)).__name__}: give a dict, {name}={{name: …}}."
         for sentence, name, known in self._names():
             if name not in known:
-                raise StepError(f"{sentence.replace('{}', repr(name))}: {nearest(name, known)}")
+                yield f"{sentence.replace('{}', repr(name))}: {nearest(name, known)}"
         for role, key in self.roles.items():
             if not isinstance(self.batch[key], Tensor):
-                raise StepError(f"role {role!r} ({key!r}) must be a tensor, got {type(self.batch[key]).__name__}.")
+                yield f"role {role!r} ({key!r}) must be a tensor, got {type(self.batch[key]).__name__}."
+        for one, other in combinations([role for role in self.roles if role in APART], 2):
+            if self.roles[one] == self.roles[other]:
+                yield f"roles {one!r} and {other!r} both name {self.roles[one]!r}, which cannot be both: remove one."
         for option, modes in self.options.items():
             if len(set(map(repr, modes))) < 2:
-                raise StepError(f"option {option!r} needs at least two different modes, got {list(modes)!r}.")
-        if not self.trainable():
-            raise StepError("no parameter of the model requires a gradient; there is nothing to train.")
+                yield f"option {option!r} needs at least two different modes, got {list(modes)!r}."
+        for name, metric in self.facts.items():
+            if metric.low is not None and metric.high is not None and metric.low > metric.high:
+                yield f"metric {name!r} has low={metric.low:g} above high={metric.high:g}: exchange the two."
 
     def _names(self) -> Iterator[tuple[str, str, Collection[str]]]:
         """Every name that a declaration uses, after the error for a name that is not known."""
@@ -242,24 +263,33 @@ class Step:
         return [n for n, s in self.declared.items() if s.kind == "weight" and n not in self.weights.values()]
 
     def check_call(self) -> None:
-        """Raise unless the loss takes a model, a batch, and every setting by its name."""
-        try:
-            taken = list(inspect.signature(self.loss).parameters.values())
-        except (TypeError, ValueError):
-            return  # not written in Python
-        kinds = {p.kind for p in taken}
-        first = [p for p in taken if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:2]  # model and batch
-        named = [p for p in taken if p not in first and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-        given = [*self.knobs, *self.options]
-        for name in given if inspect.Parameter.VAR_KEYWORD not in kinds else ():
-            if name not in {p.name for p in named}:
-                known = ", ".join(p.name for p in named) or "none"
-                raise StepError(f"the loss takes no setting {name!r} (it takes: {known}); add it to the loss's "
-                                "arguments, or remove it from settings.")  # fmt: skip
-        for p in named if inspect.Parameter.VAR_POSITIONAL not in kinds else ():
-            if p.default is p.empty and p.name not in given:
-                raise StepError(f"the loss needs the argument {p.name!r}: declare settings={{{p.name!r}: value}}, or "
-                                "give it a default.")  # fmt: skip
+        """Raise unless every declared function takes the arguments that it is called with."""
+        both, settings = ("model", "batch"), (*self.knobs, *self.options)
+        calls: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...]]] = {
+            "loss": (self.loss, both, settings), "logprobs": (self.logprobs, both, ()),
+            "student": (self.student, both, ()), "reference": (self.reference, (), ()),
+            "backward": (self.backward, ("settings",), ()), "update": (self.update, (), ()),
+        }  # fmt: skip
+        calls = {name: call for name, call in calls.items() if name == "loss" or call[0] is not None}
+        for name, path in self.paths.items():
+            as_loss = (path, both, settings)
+            calls[f"paths[{name!r}]"] = (path.fn, ("settings",), ()) if isinstance(path, Backward) else as_loss
+        for name, (fn, given, named) in calls.items():
+            call = f"{name}({', '.join([*given, *(f'{n}=…' for n in named)])})"
+            if not callable(fn):
+                raise StepError(f"{name} is of type {type(fn).__name__}: give a function, which is called as {call}.")
+            try:
+                signature = inspect.signature(fn)
+            except (TypeError, ValueError):
+                continue  # not written in Python
+            try:
+                signature.bind(*given, **dict.fromkeys(named))
+            except TypeError as error:
+                more = "; settings={name: value} declares its further arguments" if fn is self.loss else ""
+                raise StepError(f"{name}{signature} cannot be called as {call}: {error}{more}.") from None
+            first = [*signature.parameters][:2]
+            if given == both and (first[0] == "batch" or first[1:] == ["model"]):
+                raise StepError(f"{name}{signature} is called as {call}: exchange its arguments.")
 
     @property
     def kinds(self) -> dict[str, Kind]:
@@ -275,10 +305,6 @@ class Step:
     def clips(self) -> list[str]:
         """The settings that bound the ratio, and have no effect at ratio 1."""
         return [n for n, kind in self.kinds.items() if kind in CLIPS]
-
-    def first(self, kind: Kind) -> str | None:
-        """The first setting of this kind that is a float."""
-        return next((n for n, k in self.kinds.items() if k == kind and isinstance(self.knobs.get(n), float)), None)
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}

@@ -30,9 +30,10 @@ class Together(torch.optim.Optimizer):
         """Parameter -> the state that its member keeps; to be read."""
         return {p: state for member in self.members for p, state in member.state.items()}
 
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for member in self.members:
-            member.step(closure)
+    def step(self, closure: Any = None) -> Any:
+        """The loss of ``closure``, as the first member finds it."""
+        first, *_ = [member.step(closure) for member in self.members]
+        return first
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for member in self.members:

@@ -70,7 +70,7 @@ class Verdict:
     @property
     def errors(self) -> tuple[Finding, ...]:
         """What could not be checked because something raised: neither a failure nor a pass."""
-        return tuple(f for f in self.findings if f.measured.startswith(UNCHECKED))
+        return tuple(f for f in self.findings if f.outcome == "not applicable" and f.measured.startswith(UNCHECKED))
 
     @property
     def holds(self) -> bool:
@@ -83,11 +83,13 @@ class Verdict:
 
     @property
     def summary(self) -> str:
-        """One line: "12 hold, 1 fails, 2 warn, 3 not declared, 2 not applicable"."""
-        counts = self.counts
+        """One line: "12 hold, 1 fails, 2 warn, 1 could not be checked, 2 not applicable, 3 not declared"."""
+        counts, raised = self.counts, len(self.errors)
+        counts["not applicable"] -= raised
         held, failed, warned = (counts.pop(outcome) for outcome in ("holds", "fails", "warns"))
         first = [f"{held} hold{'s' if held == 1 else ''}", f"{failed} fail{'s' if failed == 1 else ''}"]
         first += [f"{warned} warn{'s' if warned == 1 else ''}"] if warned else []
+        first += [f"{raised} could not be checked"] if raised else []
         return ", ".join([*first, *(f"{count} {outcome}" for outcome, count in counts.items() if count)])
 
     def raise_if_failed(self) -> Verdict:
@@ -100,12 +102,12 @@ class Verdict:
         return self
 
     def strict(self) -> Verdict:
-        """The verdict with every warning as a failure."""
+        """The verdict with every warning, and everything that could not be checked, as a failure."""
+        strict = {*self.warnings, *self.errors}
         rows = [
-            replace(f, outcome="fails", meaning=f"{f.meaning} (A warning, which is a failure in strict mode.)")
-            if f.outcome == "warns" else f
+            replace(f, outcome="fails", meaning=f"{f.meaning} (A failure in strict mode.)") if f in strict else f
             for f in self.findings
-        ]  # fmt: skip
+        ]
         return replace(self, findings=tuple(rows))
 
     def to_dict(self) -> dict[str, Any]:
@@ -145,18 +147,18 @@ class Verdict:
 
 
 def judged(
-    law: str, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = "", place: str = ""
+    law: str, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
 ) -> Finding:
     """A row; True is "holds" and False "fails". What holds has no meaning."""
     verdict: LawOutcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
-    return Finding(law, subject, measured, expected, verdict, "" if verdict == "holds" else meaning, place)
+    return Finding(law, subject, measured, expected, verdict, "" if verdict == "holds" else meaning)
 
 
-def unchecked(code: str, subject: str, error: Exception) -> Finding:
+CHANGED = "The unchanged step runs, but raised when the law changed something: the law was not checked."
+
+
+def unchecked(code: str, subject: str, error: Exception, meaning: str = CHANGED) -> Finding:
     """The row of what raised while it was checked."""
     text = " ".join(str(error).split())
     what = f"{UNCHECKED}{type(error).__name__}: {text[:160]}{'…' if len(text) > 160 else ''})"
-    return Finding(
-        code, subject, what, "-", "not applicable",
-        "The unchanged step runs, but raised when the law changed something: the law was not checked.",
-    )  # fmt: skip
+    return Finding(code, subject, what, "-", "not applicable", meaning)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,6 +87,25 @@ def test_optimizers_together_are_saved_and_loaded() -> None:
     other.load_state_dict(one.state_dict())
     for mine, theirs in zip(one.members, other.members, strict=True):
         assert str(mine.state_dict()) == str(theirs.state_dict()) and mine.state_dict()["state"]
+
+
+def test_optimizers_together_return_the_loss_of_their_closure() -> None:
+    w = nn.Parameter(torch.ones(1))
+    assert Together(torch.optim.SGD([w], 0.1)).step(lambda: 0.25) == 0.25
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_sparse_gradients_are_read_and_handed_on(frozen: bool) -> None:
+    """They have no flatten(), and their optimizer takes no dense ones."""
+    step = sft_step()
+    table = nn.Embedding.from_pretrained(step.model.embed.weight.detach().clone(), freeze=False, sparse=True)
+    step.model.embed = table
+    rest = [p for n, p in step.model.named_parameters() if not n.startswith("embed")]
+    rate = 0.0 if frozen else 0.1
+    both = Together(torch.optim.SparseAdam([table.weight], 0.1), torch.optim.SGD(rest, 0.1))
+    both.param_groups[0]["lr"] = rate
+    rows = audit(replace(step, optimizer=both), laws=[liveness.LAW])
+    assert not rows.errors and bool(rows.failures) == frozen, str(rows)
 
 
 def test_no_optimizers_together_say_so() -> None:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import Trainer, TrainerCallback
 
 from earnest_audit.executor import LISTENERS, audit
+from earnest_audit.frontends import names
 from earnest_audit.frontends.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.limits import MANY
 from earnest_audit.measure import RecordingBatch, fresh, result_of
@@ -102,7 +103,7 @@ class AuditCallback(TrainerCallback):
         except Exception as error:
             if self.stop:
                 raise
-            row = unchecked("GL", f"the {what}", error)
+            row = unchecked("GL", f"the {what}", error, f"The {what} raised, and the run goes on without it.")
             self.audited = (self.audited or Verdict(())) + Verdict((row,))
             for tell in LISTENERS:
                 tell(Verdict((row,)))
@@ -128,7 +129,7 @@ class AuditCallback(TrainerCallback):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             listeners, LISTENERS[:] = [*LISTENERS], []  # they hear the whole verdict below
             try:
-                verdict = audit(step, quick=self.quick)
+                verdict = audit(step, quick=self.quick, guess=names)
             finally:
                 LISTENERS[:] = listeners
             rows = (*self._counted(model, inputs, items), *self._dropped(model, fresh(inputs), items))

@@ -1,4 +1,4 @@
-"""Declarations of a step under their names of the first edition, with a warning; they end with the next release.
+"""``Step`` that also takes the names of the first edition, with a warning; they end with the next release.
 
 Step(knobs={"beta": 0.04}, terms={"kl": "beta"})  is
 Step(settings={"beta": 0.04}, metrics={"kl": Metric(weight="beta")})
@@ -7,15 +7,15 @@ Step(settings={"beta": 0.04}, metrics={"kl": Metric(weight="beta")})
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import wraps
-from typing import Any, TypeVar
+from typing import Any
 
 from earnest_audit.errors import EarnestError, nearest
 from earnest_audit.facts import Metric, Setting
+from earnest_audit.step import Step as Step
 
-T = TypeVar("T")
 NAMES = ("knobs", "options", "terms", "switches", "pure", "inert", "twins", "still", "neutral", "fixed")
 
 
@@ -64,13 +64,14 @@ def renamed(given: Mapping[str, Any]) -> dict[str, Any]:
     return {**new, "settings": settings, "metrics": metrics}
 
 
-def with_old_names(step: type[T]) -> type[T]:
-    """The class ``Step``, which also takes the old names."""
-    made = step.__init__
+def _with_old_names(made: Callable[..., None]) -> Callable[..., None]:
+    """The initialiser of ``Step``, which also takes the old names."""
 
     @wraps(made)
-    def init(self: T, *args: Any, **given: Any) -> None:
+    def init(self: Step, *args: Any, **given: Any) -> None:
         made(self, *args, **renamed(given))
 
-    step.__init__ = init  # type: ignore[method-assign, assignment]
-    return step
+    return init
+
+
+Step.__init__ = _with_old_names(Step.__init__)  # type: ignore[method-assign]

@@ -85,13 +85,12 @@ def check(probe: Probe) -> Rows:
 def float64_copy(probe: Probe) -> Probe:
     """The same step on a float64 copy of its model as it is now, with the off-policy batch; made once in this state."""
 
-    def make() -> dict[str, Any]:
-        twin = probe.twin(torch.float64)
-        twin.kept_batch("off-policy", lambda: edits.lifted(probe.off_policy(), torch.float64))
-        return {"twin": twin}
+    def make() -> Probe:
+        twin = probe.twin()
+        twin.kept("off-policy", lambda: edits.lifted(probe.off_policy()))
+        return twin
 
-    found: Probe = probe.kept_batch("a float64 copy", make)["twin"]
-    return found
+    return probe.kept("a float64 copy", make)
 
 
 def _exact(probe: Probe) -> Probe | None:

@@ -35,7 +35,7 @@ def check(probe: Probe) -> Rows:
     base = on_policy(probe) if step.ratio_role in step.roles else step.batch  # 0 on-policy for teachers as advantages
     own: Tensor = probe.forward(step.student, graph=False).detach()
     twin = own.to(step.batch[key].dtype).reshape(step.batch[key].shape)
-    same = probe.kept_batch("the student as its teacher", lambda: {**base, key: twin})
+    same = probe.kept("the student as its teacher", lambda: {**base, key: twin})
     # A divergence is quadratic at its zero, so its gradient there is of the order of sqrt(eps) at worst.
     room = max(probe.tolerance, torch.finfo(own.dtype).eps ** 0.5 if own.is_floating_point() else 1e-3)
     pull = weakest(probe, base, same, room)

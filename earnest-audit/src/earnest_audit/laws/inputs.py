@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.measure import RecordingBatch
-from earnest_audit.probe import Change, Probe, settings_text
+from earnest_audit.probe import Change, Probe
 from earnest_audit.restore import seeded
 from earnest_audit.step import Step
 from earnest_audit.subjects.base import gap, largest
@@ -128,7 +128,7 @@ def _values(probe: Probe, base: edits.Batch, role: str, salt: int) -> Iterator[C
     if on := {k: 1.0 for k in step.terms_off if not step.knobs[k]}:
         other = edits.perturb(step, base, role, edits.generator(step, salt))
         change = probe.change(other, base, on)
-        yield change, f", at {settings_text(on)} (it is 0)"
+        yield change, f", at {' and '.join(f'{k} = 1' for k in on)} (it is 0)"
     if role in ("values", "returns"):  # beyond the clip range of a critic
         key = step.roles[role]
         other = edits.perturb(step, base, role, edits.generator(step, salt))
@@ -144,7 +144,7 @@ def _values(probe: Probe, base: edits.Batch, role: str, salt: int) -> Iterator[C
         change = max(change, probe.change(far(step, base, [role], 30.0, odd), base))
         yield change, far_away
     if others := [r for r in edits.LOGPROBS if r in step.roles and r != role]:
-        away = probe.kept_batch(f"all but {role} far away", lambda: far(step, base, others, 300.0))
+        away = probe.kept(f"all but {role} far away", lambda: far(step, base, others, 300.0))
         if probe.gradient(away).finite():
             yield probe.change(far(step, away, [role], 1e4), away), far_away
 

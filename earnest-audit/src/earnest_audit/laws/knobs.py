@@ -153,7 +153,7 @@ def _trials(
     if below < 0.1:  # such as GSPO's: every ratio is beyond it
         yield from (("", batch, 1.5 * value) for batch in _beside(probe, base, value, rows=False))
         others = others[::-1] if value < 0.01 else others  # the far end first
-    opposite = probe.kept_batch("off-policy, opposite", lambda: edits.opposite(step, base) or {})
+    opposite = probe.kept("off-policy, opposite", lambda: edits.opposite(step, base) or {})
     signs = (base, opposite) if opposite else (base,)
     whole = " with ratios of whole rows beside it"
     yield from (("", batch, other) for batch in signs for other in others[:2])
@@ -190,7 +190,7 @@ def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> I
         return {**base, **{k: moved.to(base[k].dtype).reshape(base[k].shape) for k in keys}}
 
     for odd in (0, 1):
-        yield probe.kept_batch(f"ratios beside {value}, {odd}, {rows}", functools.partial(ratios, odd))
+        yield probe.kept(f"ratios beside {value}, {odd}, {rows}", functools.partial(ratios, odd))
 
 
 def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
@@ -216,7 +216,7 @@ def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Fi
     declared = probe.step.declared[option].twins
     twins = declared | {(b, a) for a, b in declared}
     pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
-    same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.differs(gradients[a], gradients[b])]
+    same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.is_change(gradients[a].distance(gradients[b]))]
     if not pairs:
         return LAW.not_applicable(f"option {option}", "no other mode runs here")
     return LAW.finding(

@@ -225,7 +225,7 @@ def _update(probe: Probe, gradient: object) -> None:
     assert isinstance(gradient, dict)
     for name, p in probe.parameters.items():
         g = gradient[name]
-        p.grad = None if g is None else g.clone()
+        p.grad = None if g is None else g.to_sparse(1) if name in probe.sparse else g.clone()
     owned = [p for p in probe.parameters.values() if p.grad is not None]
     bounded = owned if step.clipped is None else [p for p in step.clipped if p.grad is not None]
     if step.optimizer is not None:

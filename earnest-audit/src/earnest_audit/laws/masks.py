@@ -63,11 +63,17 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
             changes[role] = {**base, step.roles[role]: hidden}
     if not changes:
         raise Ends(LAW.not_applicable("signals where masked", "no declared signal is masked"))
-    yield from probe.same_by_one(
-        base, changes, "where masked",
-        lambda role: f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach "
-        "the model, is shifted by one, or another tensor is used in its place.",
-    )  # fmt: skip
+    whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
+    together = probe.change(whole, base)
+    if together <= probe.tolerance:
+        yield probe.same(f"{', '.join(changes)} where masked", together, "")
+        return
+    for role, batch in changes.items():  # one at a time, to find which
+        yield probe.same(
+            f"{role} where masked", probe.change(batch, base),
+            f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the "
+            "model, is shifted by one, or another tensor is used in its place.",
+        )  # fmt: skip
 
 
 def _padding(probe: Probe) -> Rows:

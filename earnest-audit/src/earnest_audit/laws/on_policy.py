@@ -26,7 +26,7 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy, policy, proportion, token_weights, wider
 from earnest_audit.limits import AWAY, NEAR, beside
 from earnest_audit.logits import descent
-from earnest_audit.measure import Slopes
+from earnest_audit.measure import Reading
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
@@ -67,7 +67,7 @@ def _clips(probe: Probe) -> Rows:
         )  # fmt: skip
 
 
-def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
+def _through(probe: Probe, here: Reading, now: Tensor) -> Finding:
     """∇L = -c·Σ w·∇lp, w = ∂L/∂behaviour by token: log-probs enter the loss as differences to the behaviour's only.
     c is not 1 where a second ratio is under a stop-gradient."""
     if probe.step.value_is_loss is False:  # there ∂L/∂behaviour is the detached weight's own slope
@@ -93,6 +93,7 @@ def _through(probe: Probe, here: Slopes, now: Tensor) -> Finding:
 def _raises_what_was_better(probe: Probe, gradient: Gradient, batch: edits.Batch, now: Tensor) -> Finding:
     """Along -∇L the sum of A·lp over supervised tokens must rise; no other law detects this sign."""
     a: Tensor = batch[probe.step.roles["advantages"]]
+    a = a[:, -now.shape[1] :] if a.ndim == now.ndim == 2 else a
     up = probe.pull(((a[..., None] if a.ndim < now.ndim else a) * edits.taken(probe.step, now, batch) * now).sum())
     cosine = -gradient.cosine(up)
     return probe.descends(RAISES, f"cosine {beside(cosine, NEAR)} between -∇L and ∇Σ A·lp", cosine, REVERSED, NEAR)

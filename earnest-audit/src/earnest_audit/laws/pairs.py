@@ -39,7 +39,7 @@ def check(probe: Probe) -> Rows:
     elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
         yield LAW.not_applicable(IDENTICAL, "shapes differ", "chosen and rejected are padded differently.")
     else:
-        same = probe.kept_batch(IDENTICAL, lambda: _identical_answers(step))
+        same = probe.kept(IDENTICAL, lambda: _identical_answers(step))
         pull = weakest(probe, step.batch, same, probe.tolerance)
         yield LAW.not_applicable(IDENTICAL, "no gradient: see GL") if pull is None else probe.vanishes(
             IDENTICAL, pull.size,
@@ -163,7 +163,7 @@ def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Rows:
     """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped pair.
     With a target margin the two are not equal, but point the same way."""
     step = probe.step
-    knob = step.first("smoothing")
+    knob = next((n for n, k in step.kinds.items() if k == "smoothing" and isinstance(step.knobs.get(n), float)), None)
     if knob is None or pull is None or not can_be_swapped(step):
         return
     knobs = pull.part.knobs

@@ -30,7 +30,7 @@ from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law, Rows
 from earnest_audit.limits import NEAR
-from earnest_audit.measure import Slopes
+from earnest_audit.measure import Reading
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -87,7 +87,7 @@ def on_policy(probe: Probe) -> edits.Batch:
             batch[step.roles["advantages"]] = a - a.float().mean().to(a.dtype)
         return batch
 
-    return probe.kept_batch("on-policy", make)
+    return probe.kept("on-policy", make)
 
 
 def shifted(probe: Probe, roles: Sequence[str] = edits.SAMPLERS, doubled: bool = False) -> edits.Batch:
@@ -105,7 +105,7 @@ def shifted(probe: Probe, roles: Sequence[str] = edits.SAMPLERS, doubled: bool =
             batch[step.roles["advantages"]] = 2 * batch[step.roles["advantages"]]
         return batch
 
-    return probe.kept_batch(f"shifted {roles} {doubled}", make)
+    return probe.kept(f"shifted {roles} {doubled}", make)
 
 
 def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
@@ -153,16 +153,15 @@ def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
     return min(counts) - SLACK - error <= k <= max(counts) + SLACK + error
 
 
-def at_one(probe: Probe, advantages: bool = True) -> Slopes:
+def at_one(probe: Probe, advantages: bool = True) -> Reading:
     """The on-policy batch (or that with all advantages 0) with all other terms off, evaluated once for all laws."""
     roles = ("advantages", *edits.SAMPLERS, *(("reference",) if "rewards" in probe.step.roles else ()))
 
-    def make() -> dict[str, Any]:
+    def make() -> Reading:
         batch = on_policy(probe) if advantages else without_advantages(probe, on_policy(probe))
-        return {"slopes": probe.slopes(roles, batch, probe.quiet)}
+        return probe.slopes(roles, batch, probe.quiet)
 
-    found: Slopes = probe.kept_batch(f"slopes at ratio 1, {advantages}", make)["slopes"]
-    return found
+    return probe.kept(f"slopes at ratio 1, {advantages}", make)
 
 
 def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
@@ -170,7 +169,7 @@ def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
     return {**batch, key: torch.zeros_like(batch[key])}
 
 
-def others(probe: Probe) -> Slopes | None:
+def others(probe: Probe) -> Reading | None:
     """What remains with all advantages 0, if anything: a term that is not declared, or a baseline.
 
     Where twice the advantages give twice the gradient, nothing remains and no evaluation is needed."""
@@ -191,7 +190,7 @@ def proportion(probe: Probe) -> float:
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 
 
-def policy(probe: Probe) -> Slopes:
+def policy(probe: Probe) -> Reading:
     """``at_one`` minus what remains at advantages 0: the advantages' part."""
     here, rest = at_one(probe), others(probe)
     if rest is None:
@@ -201,7 +200,7 @@ def policy(probe: Probe) -> Slopes:
         mine = inputs[role]
         if role != "advantages" and mine is not None and slope is not None:
             inputs[role] = mine - slope
-    return Slopes(here.loss - rest.loss, here.gradient.minus(rest.gradient), inputs)
+    return Reading(here.loss - rest.loss, here.gradient.minus(rest.gradient), inputs=inputs)
 
 
 def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:

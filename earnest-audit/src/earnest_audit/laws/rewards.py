@@ -68,7 +68,7 @@ def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Row
     above = base[key].clone()
     above[row] -= 1.0
     there, here = probe.gradient({**base, key: above}, quiet), probe.gradient(base, quiet)
-    if not probe.differs(here, there):
+    if not probe.is_change(here.distance(there)):
         return  # the reference is in a declared term, which has its own laws
     yield _raised(
         probe, "a row at the reference, not above it", there, here, scores,

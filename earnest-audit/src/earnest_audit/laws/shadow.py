@@ -114,7 +114,7 @@ def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
     for factor in (margin / abs(gap) for margin in MARGINS if probe.afford(7 / 3, keep=0)):
         probe.cost += 1 / 3
         with probe.perturbed(), _scaled(head, factor):
-            loss = probe.twin(torch.float64).look(edits.lifted(batch, torch.float64)).loss
+            loss = probe.twin().look(edits.lifted(batch)).loss
         if math.isfinite(loss) and (row := _compare(probe, far, batch, head, factor)).measured != INFINITE:
             return row
     return LAW.not_applicable(far, f"{SPENT}, or float64 is not finite either")
@@ -126,8 +126,8 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
         usual = batch is probe.off_policy()
         mine = probe.gradient(batch if head is None else dict(batch))
         with probe.may_refuse(what, "a float64 copy cannot be run"):
-            shadow = float64_copy(probe) if usual else probe.twin(torch.float64)
-            lifted, spent = shadow.off_policy() if usual else edits.lifted(batch, torch.float64), shadow.cost
+            shadow = float64_copy(probe) if usual else probe.twin()
+            lifted, spent = shadow.off_policy() if usual else edits.lifted(batch), shadow.cost
             theirs = shadow.gradient(lifted)
     least = 0.0 if usual else LOST
     change, room, why = mine.distance(theirs), min(0.5, max(least, units * probe.floor())), ""

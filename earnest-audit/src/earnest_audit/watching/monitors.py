@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.limits import ENOUGH, MANY, SAMPLE, SURE
+from earnest_audit.limits import ENOUGH, MANY
 from earnest_audit.verdict import Finding, judged
 
 FEW = 3  # parameters that are compared
+SAMPLE = 4096  # entries of a parameter that are compared
+SURE = 8  # looks, where one is weak evidence
 SLACK = 0.9  # a norm in 16 bits, or one that leaves out a bias, is a little shorter
 
 
