@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Metric, Setting, Step, StepError, audit, infer
 from earnest_audit.errors import EarnestError, nearest
+from earnest_audit.facts import MetricKind
 from earnest_audit.frontends.first_edition import Raises
 from earnest_audit.laws import clipping, direction, inputs, knobs, liveness, metrics, on_policy
 from tests.audit.steps import distill_step, policy_step, sft_loss, sft_step
@@ -44,6 +45,27 @@ def test_a_guess_is_printed_and_a_declaration_is_none() -> None:
     assert not any("guessed" in note for note in audit(declared(), laws=[knobs.LAW]).notes)
 
 
+def test_guesses_of_metrics_are_printed_and_declarations_are_not() -> None:
+    step = policy_step()
+    text = "kl is a kl to the reference, clip_fraction is a clipped share, approx_kl is a kl to the sampler"
+    assert f"guessed from names: {text}; metrics={{name: Metric(kind=…)}} declares it" in audit(step).notes
+    step.metrics = {n: Metric(kind="share" if n == "clip_fraction" else "kl to the sampler")
+                    for n in ("kl", "clip_fraction", "approx_kl")}  # fmt: skip
+    assert not any("Metric(kind" in note for note in audit(step, laws=[metrics.LAW]).notes)
+
+
+@pytest.mark.parametrize("kind", [None, "clipped share"])
+def test_a_metrics_kind_is_read_whatever_its_name(kind: MetricKind | None) -> None:
+    step = policy_step()
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], **settings: Any) -> tuple[Tensor, dict[str, Any]]:
+        return step.loss(model, batch, **settings)[0], {"outside": 0.0}
+
+    given = replace(step, loss=loss, metrics={"outside": Metric(kind=kind, moves=False)})
+    found = {f.subject for f in audit(given, laws=[clipping.LAW]).failures}
+    assert found == ({"clip: every token's is outside, already done"} if kind else set())
+
+
 def test_what_is_read_from_roles_and_values_is_printed_once() -> None:
     def guesses(step: Step) -> list[str]:
         return [n.removeprefix("guessed from ") for n in audit(step, laws=[]).notes if n.startswith("guessed from")]
@@ -62,8 +84,8 @@ def test_what_is_read_from_roles_and_values_is_printed_once() -> None:
 
 def test_facts_fill_the_fields_that_the_laws_read() -> None:
     step = policy_step()
-    settings = {"beta": Setting(0.04, "weight"), "clip": 0.2, "c": Setting(0.1, "weight"), "n": Setting(8, "inert"),
-                "mode": Setting("a", modes=("b", "c"), twins=frozenset({("a", "b")})),
+    settings = {"beta": Setting(0.04, "weight"), "clip": Setting(0.2, "clip"), "c": Setting(0.1, "weight"),
+                "n": Setting(8, "inert"), "mode": Setting("a", modes=("b", "c"), twins=frozenset({("a", "b")})),
                 "alpha": Setting(0.5, pure=1.0)}  # fmt: skip
     facts = {"kl": Metric(weight="beta"), "h": Metric(weight="beta", raises=True), "n": Metric(moves=False),
              "nll": Metric(weight=1.0), "r": Metric(neutral=1.0)}  # fmt: skip
@@ -103,6 +125,8 @@ def test_an_unknown_kind_is_an_error() -> None:
     step = policy_step()
     with pytest.raises(StepError, match="unknown kind 'clipp'"):
         Step(step.model, step.loss, step.batch, settings={"clip": Setting(0.2, "clipp")})  # type: ignore[arg-type]
+    with pytest.raises(StepError, match=r"metric 'kl' is of an unknown kind 'margins': .*'margin'"):
+        Step(step.model, step.loss, step.batch, metrics={"kl": Metric(kind="margins")})  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

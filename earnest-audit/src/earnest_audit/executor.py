@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from typing import Protocol
 
 from earnest_audit import edits
+from earnest_audit.facts import Metric
 from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
 from earnest_audit.places import caller, place_of
@@ -27,12 +29,21 @@ FROZEN = (
 )
 
 
+class Guess(Protocol):
+    """A front-end that fills what is not declared (``frontends/names.py``), and lists what it filled."""
+
+    def settings(self, step: Step) -> Step: ...
+    def metrics(self, step: Step, returned: Iterable[str]) -> Mapping[str, Metric]: ...
+    def notes(self, step: Step, probe: Probe) -> tuple[str, ...]: ...
+
+
 def audit(
     subject: Step | Subject,
     *,
     quick: bool = False,
     laws: Sequence[Law] | None = None,
     progress: Callable[[str], None] | None = None,
+    guess: Guess | None = None,
 ) -> Verdict:
     """Check every law (or these ``laws``) that the declarations allow. ``quick`` leaves out the laws that cost many
     step times. What the unchanged step raises is raised; what it raises when something is changed becomes a row."""
@@ -40,7 +51,7 @@ def audit(
     try:
         if isinstance(subject, Step):
             chosen = LAWS if laws is None else laws
-            verdict = _step(subject, [law for law in chosen if law.quick or not quick], progress)
+            verdict = _step(subject, [law for law in chosen if law.quick or not quick], progress, guess)
         else:
             verdict = Verdict(tuple(subject.checked()), title=f"{type(subject).__name__}, checked")
     finally:
@@ -56,10 +67,12 @@ def announce(verdict: Verdict) -> None:
         listener(verdict)
 
 
-def _step(step: Step, laws: Sequence[Law], progress: Callable[[str], None] | None) -> Verdict:
+def _step(
+    step: Step, laws: Sequence[Law], progress: Callable[[str], None] | None, guess: Guess | None
+) -> Verdict:
     if not step.trainable():
         return Verdict((judged("GL", "trainable parameters", "0", "at least 1", False, FROZEN),))
-    probe = Probe(step)
+    probe = Probe(step) if guess is None else Probe(guess.settings(step), guess.metrics)
     findings: list[Finding] = []
     with probe.open():
         probe.own_gradient()  # of the unchanged step: what this raises is the user's to see
@@ -68,14 +81,13 @@ def _step(step: Step, laws: Sequence[Law], progress: Callable[[str], None] | Non
             for show in PROGRESS if progress is None else [progress]:
                 show(f"law {number}/{len(laws)}: {law.code} {law.name}")
             findings += checked(law, probe)
-    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + _facts(step))
+    guesses = () if guess is None else guess.notes(step, probe)
+    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + guesses + _facts(step))
 
 
 def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
-    guesses = ", ".join(f"{name} is a {kind}" for name, kind in step.guesses.items())
-    notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
-    notes += edits.guesses(step)
+    notes = [*edits.guesses(step)]
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
     return (*notes, *step.remarks)
 

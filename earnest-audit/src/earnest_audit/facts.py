@@ -1,14 +1,15 @@
 """Facts about a loss's settings and metrics, declared instead of guessed.
 
     settings={"beta": Setting(0.04, "weight"), "clip": Setting(0.2, "clip"), "loss": Setting("grpo", modes=("dapo",))}
-    metrics={"kl": Metric(low=0.0, weight="beta"), "entropy": Metric(weight="c", raises=True)}
+    metrics={"kl": Metric(low=0.0, weight="beta"), "outside": Metric(kind="clipped share")}
 
-Where a setting is given as a plain number, its kind is guessed from its usual names; a verdict lists these guesses.
+Where a kind is not declared (a setting is a plain number, a metric is undeclared or has no kind), a front-end guesses
+it from usual names (``frontends/names.py``); a verdict lists these guesses.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -25,6 +26,21 @@ Kind = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 CLIPS = ("clip", "clip high", "bound")
+MetricKind = Literal["share", "clipped share", "accuracy", "margin", "ratio", "kl to the sampler",
+                     "kl to the reference", "chosen log-probs", "rejected log-probs", "entropy"]  # fmt: skip
+VALUES: dict[str, tuple[float | None, float | None, float | None]] = {
+    "share": (0.0, 1.0, None),  # of rows or tokens
+    "clipped share": (0.0, 1.0, 0.0),  # of tokens whose ratio is outside the clip
+    "accuracy": (0.0, 1.0, None),  # the share of pairs in which the chosen answer is ahead
+    "margin": (None, None, None),  # by how much the chosen answers are ahead: below 0 where the others are
+    "ratio": (0.0, None, 1.0),  # the policy's probability over the sampler's
+    "kl to the sampler": (None, None, 0.0),  # or an estimate of it, which may be below 0
+    "kl to the reference": (None, None, None),  # or an estimate; 0 where the policy is the reference
+    "chosen log-probs": (None, None, None),  # of the preferred answers, summed or averaged over a row's tokens
+    "rejected log-probs": (None, None, None),  # … of the others
+    "entropy": (None, None, None),  # of the policy's distributions, whichever tokens were sampled
+}
+"""The lowest, the highest and the neutral value of each kind of metric. Every kind is an average that has to move."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +60,10 @@ class Setting:
 class Metric:
     """``low`` and ``high``: the range that it cannot leave. ``moves=False`` where it may stay constant. ``neutral``:
     what it is where behaviour = current policy. ``weight``: the setting that weighs the term that it is, or 1.0;
-    ``raises=True`` where minimising that term raises it (an entropy bonus)."""
+    ``raises=True`` where minimising that term raises it (an entropy bonus). ``kind``: which quantity it is; what is not
+    declared follows from it. ``average=False`` where it is a sum, an extreme or a count. ``of``: the two metrics that a
+    margin is the difference of, first that of the chosen answers. ``unsure``: which of these facts a front-end guessed
+    from a name that other quantities have too; rows that depend on them warn."""
 
     low: float | None = None
     high: float | None = None
@@ -52,36 +71,13 @@ class Metric:
     neutral: float | None = None
     weight: str | float | None = None
     raises: bool = False
+    kind: MetricKind | None = None
+    average: bool | None = None
+    of: tuple[str, str] | None = None
+    unsure: frozenset[str] = frozenset()
 
-
-# The usual names of each kind, and nothing less: smooth_eps, huber_delta, reward_clip and cliprange_value are others.
-NAMES: dict[Kind, tuple[str, ...]] = {
-    "clip": ("clip", "clip_low", "eps", "epsilon", "epsilon_low", "eps_low", "clip_eps", "clip_epsilon", "clip_range",
-             "clip_range_low", "cliprange", "cliprange_low", "eps_clip", "eps_clip_low", "clip_ratio",
-             "clip_ratio_low"),
-    "clip high": ("clip_high", "epsilon_high", "eps_high", "clip_range_high", "cliprange_high", "eps_clip_high",
-                  "clip_ratio_high"),
-    "bound": ("delta", "dual_clip", "clip_dual", "clip_ratio_c", "importance_clip"),
-    "target": ("gamma", "simpo_gamma", "gamma_beta_ratio", "margin", "target_margin", "offset"),
-    "smoothing": ("label_smoothing", "label_smoothing_factor", "smoothing"),
-    "mixture": ("alpha", "beta", "jsd_beta", "jsd_alpha"),
-}  # fmt: skip
-
-
-READ_BY: dict[Kind, str] = {
-    "clip": "policy gradient", "clip high": "policy gradient", "bound": "policy gradient", "target": "preference",
-    "smoothing": "preference", "mixture": "divergence",
-}  # fmt: skip
-"""The family whose laws read a kind that can be guessed."""
-
-
-def guessed(settings: Mapping[str, Any]) -> dict[str, Kind]:
-    """name -> kind, of settings whose last name (``grpo.clip``) is a usual one and whose value is a float."""
-    short = {name: name.lower().rsplit(".", 1)[-1] for name, value in settings.items() if isinstance(value, float)}
-    return {name: kind for name, last in short.items() for kind, names in NAMES.items() if last in names}
-
-
-def declared(settings: Mapping[str, Any]) -> dict[str, Setting]:
-    """For a front-end that knows its own names: each setting with the kind of its name."""
-    kinds = guessed(settings)
-    return {name: Setting(value, kinds.get(name, "setting")) for name, value in settings.items()}
+    def __post_init__(self) -> None:
+        usual = (*VALUES[self.kind], True) if self.kind in VALUES else ()
+        for name, value in zip(("low", "high", "neutral", "average"), usual, strict=False):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, value)

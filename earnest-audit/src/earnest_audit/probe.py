@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
+from earnest_audit.facts import Metric
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Measure
@@ -43,6 +44,8 @@ COMPARED = {"logprobs": (*edits.SAMPLERS, "reference", "advantages"), "student":
 """Declared functions, with the roles that have as many numbers as each of them gives."""
 Change = tuple[float, str]
 """A relative change of the gradient, and how it was made."""
+Describe = Callable[[Step, Iterable[str]], Mapping[str, Metric]]
+"""The facts of the metrics that a step declares or returns, by name."""
 
 
 class Probe(Measure):
@@ -50,13 +53,19 @@ class Probe(Measure):
 
     law: Law
 
-    def __init__(self, step: Step) -> None:
+    def __init__(self, step: Step, describe: Describe | None = None) -> None:
         super().__init__(step)
         self.notes: tuple[str, ...] = ()
+        self._describe = describe or (lambda step, _: step.facts)
         self._floor: float | None = None
         self._noise: float | None = None
         self._random: bool | None = None
         self._active: Step | None = None
+
+    @cached_property
+    def metrics(self) -> Mapping[str, Metric]:
+        """What is declared or guessed of each metric."""
+        return self._describe(self.step, self.look().metrics)
 
     # --- the expectations ---------------------------------------------------------------------------------------------
 

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
+from earnest_audit.facts import CLIPS, KINDS, VALUES, Kind, Metric, Setting
 from earnest_audit.together import Together
 
 Role = Literal[
@@ -104,8 +104,8 @@ class Step:
     ``student``    fn(model, batch) -> what is compared with ``teacher``, in the same form
     ``reference``  fn() -> the reference policy's log-probs: they must not change when the policy does. It is called
                    before that; one that is copied from the policy at its first call is for ``FirstCall``
-    ``settings``   name -> ``Setting(value, kind, …)``, or a plain value whose kind is guessed from its name
-    ``metrics``    name -> ``Metric(low, high, moves, neutral, weight, raises)``, or (low, high) alone
+    ``settings``   name -> ``Setting(value, kind, …)``, or a plain value: ``audit`` guesses its kind from its name
+    ``metrics``    name -> ``Metric(low, high, moves, neutral, weight, raises, kind, …)``, or (low, high) alone
     ``paths``      other functions with the loss's signature, or ``Backward(fn)``, that claim the same gradient
     ``optimizer``  the run's own; several, in the order in which they step: a list, or Together(muon, adamw)
     ``may_idle``   patterns of parameters that may legitimately get no gradient from a batch: ("*.experts.*",)
@@ -217,6 +217,9 @@ class Step:
             yield f"role {role!r} names {{}}, which the batch does not have", key, self.batch
         for setting, s in self.declared.items():
             yield f"setting {setting!r} is of an unknown kind {{}}", s.kind, KINDS
+        for metric, m in self.facts.items():
+            if m.kind is not None:
+                yield f"metric {metric!r} is of an unknown kind {{}}", m.kind, VALUES
         for metric, knob in self.weights.items():
             yield f"term {metric!r} is weighed by {{}}, which is no setting", knob, self.knobs
         for what, keys in (("wide", self.wide or ()), ("masks", self.masks)):
@@ -292,15 +295,8 @@ class Step:
 
     @property
     def kinds(self) -> dict[str, Kind]:
-        """setting -> its kind: as declared, or else guessed from its name."""
-        declared = {n: s.kind for n, s in self.settings.items() if isinstance(s, Setting)}
-        return {**guessed({n: v for n, v in self.knobs.items() if n not in declared}), **declared}
-
-    @property
-    def guesses(self) -> dict[str, Kind]:
-        """The kinds that are guessed and that laws of this family read."""
-        declared = {n for n, s in self.settings.items() if isinstance(s, Setting)} | set(self.terms_off)
-        return {n: k for n, k in self.kinds.items() if n not in declared and READ_BY.get(k) == self.kind}
+        """setting -> its kind."""
+        return {n: s.kind for n, s in self.declared.items()}
 
     @property
     def remarks(self) -> tuple[str, ...]:

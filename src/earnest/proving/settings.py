@@ -12,8 +12,8 @@ from typing import Any
 
 from earnest.objectives.base import Objective, Term, Weighted
 from earnest.settings import SettingSpec, settings
-from earnest_audit import facts
 from earnest_audit.facts import Setting
+from earnest_audit.frontends import names
 from earnest_audit.laws.knobs import candidates
 
 SCHEDULE = ("steps",)  # the length of a schedule acts over steps, as the fields of ``beyond_step`` do
@@ -21,7 +21,7 @@ SCHEDULE = ("steps",)  # the length of a schedule acts over steps, as the fields
 
 def declared(live: Sequence[Weighted], summed: Sequence[str]) -> dict[str, Setting]:
     """Every setting with the kind of its name; the weights of the terms ``summed``, and modes, are declared as such."""
-    found = facts.declared(knobs(live))
+    found = names.declared(knobs(live))
     for name in (f"{label}.weight" for label in summed):
         found[name] = replace(found[name], kind="weight")
     twins = frozenset(pair for w in live for pair in w.term.twins)

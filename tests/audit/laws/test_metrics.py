@@ -1,5 +1,5 @@
-"""Laws MR, MR-MEAN and MR-PAIR: metrics that are averages over padding or rows, or reversed;
-each beside a correct one."""
+"""Laws MR, MR-FORM, MR-MEAN and MR-PAIR: metrics that are averages over padding or rows, no definition of a KL,
+constant, or reversed; each beside a correct one."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Metric, Step, audit
-from earnest_audit.laws import at_reference, averages, metrics, pair_metrics
+from earnest_audit.facts import MetricKind
+from earnest_audit.laws import at_reference, averages, definitions, metrics, pair_metrics
 from tests.audit.steps import (
+    Tiny,
     dpo_loss,
     dpo_step,
     grpo_loss,
     logprobs,
+    policy_batch,
     policy_step,
     sequence_logprobs,
     sft_loss,
@@ -62,6 +65,107 @@ def test_a_metric_of_a_policy(name: str) -> None:
     verdict = audit(logging(right))
     assert verdict.holds, str(verdict)
     assert ("MR-MEAN", subject) in {(f.law, f.subject) for f in audit(logging(wrong)).failures}
+
+
+def gap(batch: Mapping[str, Any], lp: Tensor) -> Tensor:
+    return batch["ref"] - lp
+
+
+def by_row(batch: Mapping[str, Any], lp: Tensor, length: Tensor | int) -> Tensor:
+    return (((lp - batch["old"]) * batch["mask"]).sum(-1) / length).exp().mean()
+
+
+FORMS: dict[str, tuple[Change, Change]] = {
+    # slime #2114 and others: the KL that is logged is to another policy, or half of one
+    "kl": (
+        lambda b, m, lp: {"kl": mean(gap(b, lp).exp() - gap(b, lp) - 1, b["mask"])},
+        lambda b, m, lp: {"kl": mean((gap(b, lp) / 2).exp() - gap(b, lp) / 2 - 1, b["mask"])},
+    ),
+    "ratio": (
+        lambda b, _, lp: {"ratio": by_row(b, lp, b["mask"].sum(-1))},
+        lambda b, _, lp: {"ratio": by_row(b, lp, 2 * b["mask"].shape[-1])},
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+@pytest.mark.parametrize("name", FORMS)
+def test_a_kl_or_a_ratio_is_one_of_its_definitions(name: str, wrong: bool) -> None:
+    verdict = audit(logging(FORMS[name][wrong]))
+    assert verdict.holds, str(verdict)
+    assert (f"metric {name}, recomputed" in {f.subject for f in verdict.warnings}) == wrong, str(verdict)
+
+
+def test_a_metric_over_the_tokens_that_are_kept_is_not_recomputed() -> None:
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, clip: float) -> Any:
+        keep = (logprobs(model, batch).detach() < -2.0).float() * batch["mask"]
+        return grpo_loss(model, {**batch, "mask": keep}, beta, clip)
+
+    verdict = audit(policy_step(loss, drops_tokens=True), laws=[metrics.LAW, definitions.LAW])
+    assert verdict.holds and not any("recomputed" in f.subject for f in verdict.findings), str(verdict)
+
+
+END = 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", ["whole", "row mean", "top", "from ids", "drawn", "drawn, row mean"])
+def test_an_entropy_does_not_depend_on_the_sampled_tokens(form: str, dtype: torch.dtype) -> None:
+    """ "drawn" is the defect; "row mean" and "top" are other right forms, "from ids" makes a mask of its own."""
+
+    def loss(model: nn.Module, b: Mapping[str, Any], c: float) -> tuple[Tensor, dict[str, Tensor]]:
+        full = model(b["ids"], b["attention"])[:, :-1].float().log_softmax(-1)
+        lp, m = full.gather(-1, b["ids"][:, 1:, None])[..., 0], b["mask"]
+        each = -lp if "drawn" in form else -(full.exp() * full).sum(-1)
+        on = m * (b["ids"][:, 1:] != END) if form == "from ids" else m
+        on = m * (each >= each[m.bool()].median()) if form == "top" else on
+        bonus = ((each * on).sum(-1) / on.sum(-1)).mean() if "row mean" in form else mean(each, on)
+        return -mean((lp - b["old"]).exp() * b["advantages"][:, None], m) - c * bonus, {"entropy": bonus}
+
+    model = Tiny().to(dtype)
+    roles = {"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "old", "advantages": "advantages"}
+    step = Step(model, loss, policy_batch(model), roles, settings={"c": 0.01}, logprobs=logprobs,
+                metrics={"entropy": Metric(weight="c", raises=True)})  # fmt: skip
+    (row,) = audit(step, laws=[definitions.LAW]).findings
+    assert row.outcome == ("warns" if "drawn" in form else "holds"), row
+
+
+@pytest.mark.parametrize("of", ["sums", "means"])
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("declared", [False, True])
+def test_log_probs_of_the_side_they_are_named_for(declared: bool, swapped: bool, of: str) -> None:
+    """LLaMA-Factory #6050."""
+    names = ("first", "second") if declared else ("logps/chosen", "logps/rejected")
+    kinds: tuple[MetricKind, MetricKind] = ("chosen log-probs", "rejected log-probs")
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        if of == "means":
+            chosen, rejected = chosen / batch["chosen_mask"].sum(-1), rejected / batch["rejected_mask"].sum(-1)
+        logged = (rejected, chosen) if swapped else (chosen, rejected)
+        value, found = dpo_loss(model, batch, beta)
+        return value, found | {name: values.mean() for name, values in zip(names, logged, strict=True)}
+
+    step = dpo_step(loss)
+    step.metrics = {n: Metric(kind=kind) for n, kind in zip(names, kinds, strict=True)} if declared else {}
+    found = audit(step, laws=[pair_metrics.LAW])
+    whose = [f.outcome for f in found.findings if f.subject.endswith(", whose")]
+    assert whose == [("fails" if declared else "warns") if swapped else "holds"] * 2, str(found)
+
+
+@pytest.mark.parametrize("name", ["token_accuracy", "truncated_fraction", "ratio_mean", "hit_rate"])
+@pytest.mark.parametrize("declared", [False, True])
+def test_a_share_or_a_ratio_is_not_constant(declared: bool, name: str) -> None:
+    for constant, value in ((False, lambda m: m["clip_fraction"]), (True, lambda m: torch.ones(()))):
+        step = logging(lambda b, m, lp, value=value: {name: value(m)})
+        step.metrics = {name: Metric(kind="share")} if declared else {}
+        rows = {f.subject: f.outcome for f in audit(step, laws=[metrics.LAW]).findings if f.expected == "it moves"}
+        assert rows[f"metric {name}"] == (("fails" if declared else "warns") if constant else "holds")
+
+
+def test_a_share_of_rows_that_differ_is_not_constant() -> None:
+    step = logging(lambda b, m, lp: {"truncated_fraction": (b["mask"].sum(-1) > 7).float().mean()})
+    assert not audit(step, laws=[metrics.LAW]).warnings
 
 
 def pairs(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Step:
@@ -219,6 +323,26 @@ def test_a_margin_is_the_difference_of_its_pair(logged: tuple[str, ...], factor:
     step.metrics = {}
     found = {f.subject: f.outcome for f in audit(step, laws=[pair_metrics.LAW]).findings}
     assert found.get(f"metric {logged[-1]}, the difference") == expected
+
+
+@pytest.mark.parametrize("factor", [1.0, 0.1])
+def test_a_declared_margin_is_the_difference_that_it_is_declared_of(factor: float) -> None:
+    def loss(model: Any, batch: Mapping[str, Any], beta: float) -> tuple[Tensor, dict[str, Tensor]]:
+        chosen, rejected = sequence_logprobs(model, batch)
+        found = {"a": chosen.mean(), "b": rejected.mean(), "gap": factor * (chosen - rejected).mean()}
+        return dpo_loss(model, batch, beta)[0], found
+
+    step = dpo_step(loss)
+    step.metrics = {"gap": Metric(kind="margin", of=("a", "b"))}
+    found = {f.subject: f.outcome for f in audit(step, laws=[pair_metrics.LAW]).findings}
+    assert found["metric gap, the difference"] == ("holds" if factor == 1.0 else "fails")
+
+
+@pytest.mark.parametrize("average", [None, False])
+def test_a_sum_may_be_declared(average: bool | None) -> None:
+    step = logging(lambda b, m, lp: {"old_logps": (b["old"] * b["mask"]).sum()})
+    step.metrics = {"old_logps": Metric(average=average)}
+    assert bool(audit(step, laws=[averages.LAW]).failures) == (average is None)
 
 
 @pytest.mark.parametrize("of", ["tokens", "rows", "whole rows"])

@@ -24,6 +24,7 @@ from transformers import Trainer, TrainerCallback
 
 from earnest_audit import executor
 from earnest_audit.executor import announce, audit
+from earnest_audit.frontends import names
 from earnest_audit.frontends.trainers import EXPERTS, asks_for_a_mask, routes, step_of_trainer, unchanged
 from earnest_audit.limits import MANY
 from earnest_audit.measure import RecordingBatch, fresh, result_of
@@ -136,7 +137,7 @@ class AuditCallback(TrainerCallback):
         with unchanged(trainer), restored(model, hooked(trainer.optimizer)), seeded(int(trainer.args.seed)):
             step = step_of_trainer(trainer, model, fresh(inputs), self._own, items=items, all_supervised=intended)
             with replaced(executor, {"LISTENERS": []}):  # called once, below, with the complete verdict
-                verdict = audit(step, quick=self.quick)
+                verdict = audit(step, quick=self.quick, guess=names)
             rows = (*self._counted(model, inputs, items), *self._dropped(model, fresh(inputs), items))
             verdict += Verdict(rows)
         verdict = replace(verdict, findings=tuple(map(_of_a_trainer, verdict.findings)))

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 
 from earnest_audit import executor
 from earnest_audit.edits import Batch, next_of
+from earnest_audit.frontends import names
 from earnest_audit.frontends.first_edition import renamed
 from earnest_audit.law import Law
 from earnest_audit.measure import Reading
@@ -108,7 +109,7 @@ def audit(
         what = ", ".join(declared) or "the loss and the batch"
         name = type(subject).__name__
         raise StepError(f"audit({name}(…)) takes nothing beside the {name}: give {what} to {name}(…).")
-    return executor.audit(subject, quick=quick, laws=laws, progress=progress)
+    return executor.audit(subject, quick=quick, laws=laws, progress=progress, guess=names)
 
 
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:

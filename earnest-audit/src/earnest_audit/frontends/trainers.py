@@ -88,7 +88,9 @@ def step_of_trainer(
         batch=batch,
         roles=roles,
         settings={n: Setting(v, KIND_OF.get(n, "setting")) for n, v in knobs.items()},
-        metrics={"kl": Metric(weight="beta")} if "reference" in roles and "beta" in knobs else {},
+        metrics={"kl": Metric(weight="beta", kind="kl to the reference")}
+        if "reference" in roles and "beta" in knobs
+        else {},
         optimizer=hooked(trainer.optimizer),
         max_grad_norm=getattr(args, "max_grad_norm", None) or None,
         value_is_loss=False if weighed else None,

@@ -6,7 +6,7 @@ from earnest_audit.law import Law
 
 MODULES = (
     "liveness inputs knobs on_policy ratio clipping rewards at_reference likelihood identical pairs "
-    "splits masks documents coverage shift paths metrics averages pair_metrics "
+    "splits masks documents coverage shift paths metrics definitions averages pair_metrics "
     "finite_difference direction shadow"
 )
 LAWS: tuple[Law, ...] = tuple(import_module(f"{__name__}.{name}").LAW for name in MODULES.split())

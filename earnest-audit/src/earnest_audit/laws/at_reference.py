@@ -4,7 +4,7 @@ lp = lp₀   →   k2 = k3 = 0 and ∇k2 = ∇k3 = 0     (k1 = lp - lp₀ has a 
 no loss)
 lp = lp₀ at every second token   →   no gradient there from a KL per token
 
-Needs: a term whose metric is named kl; role reference with per-token log-probs; logprobs=fn
+Needs: a term whose metric is of the kind "kl to the reference"; role reference with per-token log-probs; logprobs=fn
 How: The reference log-probs are set to the current policy's; the term's own gradient is the difference between two
 weights. A token's own weight is the derivative by its sampler's log-prob, where that by its reference is 0.
 Exceptions: k3's value estimates the reverse KL while its gradient is the forward one's; both vanish here.
@@ -30,10 +30,10 @@ ROLES = (*edits.SAMPLERS, "reference")
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    named = {m: k for m, k in step.weights.items() if not step.facts[m].raises and _about_the_reference(m)}
+    named = {m: k for m, k in step.weights.items() if probe.metrics[m].kind == "kl to the reference"}
     if not named or step.logprobs is None:
         missing = LAW.not_declared(SUBJECT, "logprobs=lambda model, batch: …")
-        yield missing if named else LAW.not_applicable(SUBJECT, "no term has a metric named like a kl")
+        yield missing if named else LAW.not_applicable(SUBJECT, "no term has a metric of the kind kl to the reference")
         return
     key, away = step.roles["reference"], probe.off_policy()
     if probe.now().shape != away[key].shape:
@@ -71,11 +71,6 @@ def _some_at(probe: Probe, metric: str, knobs: dict[str, float], without: Mappin
         f"A token at its reference gets a gradient from {metric}: other tokens' KL is multiplied by a ratio that it is "
         "in, that of the whole row.",
     ))  # fmt: skip
-
-
-def _about_the_reference(metric: str) -> bool:
-    name = metric.lower()
-    return "kl" in name and not any(word in name for word in ("approx", "ppo", "old", "mismatch"))
 
 
 LAW = Law("KL-ZERO", "at the reference", __doc__, check, quick=False, perturbed=True,

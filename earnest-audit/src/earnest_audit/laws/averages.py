@@ -7,8 +7,7 @@ ids after the labels    the same number, where labels are a tensor of their own
 Needs: a step that returns (loss, metrics) under usual names, or declared metrics; ids and a mask (or attention) for
 padding; ids beside labels
 How: Metrics of the batch with every row twice, with more padding, and with other ids from the rows' last labels on.
-Exceptions: Sums, extremes, spreads, counts and lengths are left out by their names; where the loss itself is a sum, its
-metrics may be sums.
+Exceptions: Where the loss itself is a sum, its metrics may be sums; for others declare Metric(average=False).
 Warns: (rows "other ids from the last label on") a metric that is meant to be taken on all tokens.
 Detects: TRL #6121 (an entropy that counts padding) and #5620 (one of the wrong positions), a KL that is summed and
 logged as a mean
@@ -16,7 +15,6 @@ logged as a mean
 
 from __future__ import annotations
 
-import re
 from functools import partial
 
 import torch
@@ -30,16 +28,10 @@ from earnest_audit.measure import Reading
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
-USUAL = {"kl", "entropy", "accuracy", "accuracies", "margin", "margins", "ratio", "clipfrac", "frac", "fraction",
-         "nll", "perplexity", "ppl", "logp", "logps", "logprob", "logprobs", "loss"}  # fmt: skip
-# Sums, extremes, spreads and lengths may depend on the rows or the padding.
-APART = {"sum", "total", "count", "num", "tokens", "max", "min", "pad", "padding", "padded", "length", "len", "std",
-         "var", "time", "step", "lr", "sec"}  # fmt: skip
-
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    names = [n for n in probe.look().metrics if is_average(probe, n)]
+    names = [name for name, m in probe.metrics.items() if m.average]
     if not names:
         raise Ends(LAW.not_applicable("averages", "no metric that is known to be one"))
     with probe.perturbed():
@@ -65,12 +57,6 @@ def _after_labels(probe: Probe) -> edits.Batch | None:
     ids: Tensor = step.batch[step.roles["ids"]]
     where = (torch.arange(ids.shape[1], device=ids.device)[None] > found[1]) & (ids >= 0)
     return {**step.batch, step.roles["ids"]: edits.other_ids(step, ids, where)} if bool(where.any()) else None
-
-
-def is_average(probe: Probe, name: str) -> bool:
-    words = set(re.split(r"[^a-z0-9]+", name.lower()))
-    declared = name in probe.step.facts and (name in probe.step.weights or probe.step.facts[name].moves)
-    return not words & APART and (declared or bool(words & USUAL))
 
 
 def _compare(

@@ -4,7 +4,7 @@ that its advantage rewards.
 ratio in (1-ε, 1+ε)   every token has a gradient, whatever the sign of its advantage
 ratio > 1+ε, A > 0    a smaller gradient than inside (a hard clip: 0); likewise ratio < 1-ε, A < 0
 ratio > 1+ε, A < 0    a gradient: a token that became likely and was bad must become unlikely; likewise the other side
-ratio > 1+ε, A > 0    at every token: a metric of the clipped share, by its usual names, is above 0
+ratio > 1+ε, A > 0    at every token: a metric of the kind "clipped share" is above 0
 
 Needs: a setting of the kind clip with a value below 1; roles behaviour and advantages; logprobs=fn
 How: Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's derivative by
@@ -27,7 +27,6 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy, token_weights
 from earnest_audit.probe import Probe
 
-CLIPPED = ("clip_fraction", "clip_frac", "clipfrac", "clip_ratio")  # usual names of the clipped share of tokens
 DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 MEANING = (
@@ -65,19 +64,13 @@ def check(probe: Probe) -> Rows:
         ("outside, to be undone", undone, "a gradient", undone > UNDONE),
     ):
         yield LAW.finding(f"clip: {subject}", f"gradient {measured:.2g} of the usual", expected, holds, MEANING)
-    if (names := [name for name in probe.look().metrics if of_clip(name)]) and _right(pulls):
+    if (names := [name for name, m in probe.metrics.items() if m.kind == "clipped share"]) and _right(pulls):
         key, base = step.roles["advantages"], on_policy(probe)
         batch, _ = _at_ratios(probe, base, [up] * len(base[key]), None)  # lower log-probs are always possible
         shown = probe.look({**batch, key: base[key].abs()}).metrics
         zero = [name for name in names if shown[name] <= 0]
         why = " is 0 where no token has a gradient: it counts another side, or looks at the clipped ratio."
         yield LAW.none("clip: every token's is outside, already done", zero, f"{len(zero)} clipped shares are 0", why)
-
-
-def of_clip(name: str) -> bool:
-    """Whether a metric is the clipped share of ratios, not of a critic's values, by its usual names."""
-    *path, last = name.lower().split("/")
-    return last in CLIPPED and not {"value", "values", "critic", "vf"} & set(path)
 
 
 def _right(pulls: Pulls) -> bool:

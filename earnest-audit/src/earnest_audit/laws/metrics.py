@@ -5,11 +5,14 @@ L = Σ weight·term + Σ fixed terms
 
 Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
 every term: the setting that weighs it, or 1.0
-How: Metrics on the batch, in distant states, and with behaviour = current policy. Undeclared fractions, rates, ratios
-and accuracies have a range by their names. Then each term by itself: what a thousand times its weight adds to the loss.
-Exceptions: Counts and settings are constant by nature; only declared metrics, clipped shares and accuracies of pairs
-must vary, unless Metric(moves=False) declares otherwise. A metric with another normaliser than its term does not add
-up; then declare no weight of 1.0.
+How: Metrics on the batch, in distant states, and with behaviour = current policy. The range, the neutral value and
+whether an undeclared metric must vary come from its kind, which is guessed from its usual name. Then each term by
+itself: what a thousand times its weight adds to the loss.
+Exceptions: Counts and settings are constant by nature; only declared metrics, shares, accuracies and ratios must vary,
+unless Metric(moves=False) declares otherwise. A metric with another normaliser than its term does not add up; then
+declare no weight of 1.0.
+Warns: (an undeclared share or ratio that is constant, unless it is the clipped share beside a clip or the accuracy of
+pairs) the share of what this batch does not have, such as truncated answers, and a ratio that is 1 by design.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always
 0, mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
@@ -17,33 +20,23 @@ Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that 
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Iterable
+from collections.abc import Mapping
+from contextlib import suppress
 
 import torch
 
 from earnest_audit import edits
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.clipping import CLIPPED, clip_range, of_clip
 from earnest_audit.laws.pairs import exchanged
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.limits import ROUNDED, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.verdict import Finding
 
-# Metrics that compare the current policy with the behaviour policy, by their usual names, and what they are when both
-# are one.
-UNCHANGED = {"approx_kl": 0.0, "ppo_kl": 0.0, "old_kl": 0.0, "mismatch_kl": 0.0, "ratio": 1.0, "ratio_mean": 1.0,
-             "mean_ratio": 1.0, **dict.fromkeys(CLIPPED, 0.0)}  # fmt: skip
-SHARES = {"fraction", "frac", "clipfrac", "accuracy", "accuracies", "rate"}  # between 0 and 1, declared or not
-NOT_SHARES = {"learning", "lr", "decay", "growth", "sampling", "token", "tokens", "step"}  # such rates may be anything
-RATIOS = {"ratio", "prob", "probability", "importance", "likelihood", "policy", "clip"}  # of these, never below 0
-PAIRED = {"rewards", "reward", "pair", "pairs", "preference", "accuracy", "accuracies", "train"}
-
 
 def check(probe: Probe) -> Rows:
     step, reading = probe.step, probe.read()
-    found = dict(reading.metrics)
+    found = reading.metrics
     if not found:
         raise Ends(LAW.not_declared("metrics", "metrics by returning (loss, {name: value})"))
     if "loss" in found:
@@ -53,8 +46,7 @@ def check(probe: Probe) -> Rows:
             off <= max(1e-3, probe.tolerance), "What is logged as the loss is another number than what is minimised.",
         )  # fmt: skip
     wild = [n for n, v in found.items() if not math.isfinite(v)]
-    why = f"{', '.join(wild)} is NaN or infinite on a good batch."
-    yield LAW.finding(f"{len(found)} metrics", f"{len(wild)} not finite", "all finite", not wild, why)
+    yield LAW.none(f"{len(found)} metrics", wild, f"{len(wild)} not finite", " is NaN or infinite on a good batch.")
     if missing := [n for n in step.facts if n not in found]:
         why = f"{missing[0]} is declared and the step does not return it."
         raise Ends(LAW.finding(f"metric {missing[0]}", "never returned", "returned", False, why))
@@ -66,75 +58,58 @@ def check(probe: Probe) -> Rows:
             yield from _sums(probe)
 
 
-def _in_states(probe: Probe, found: dict[str, float]) -> Rows:
-    """Metrics near and far away, and of the opposite policy: each stays in its range, and declared ones vary."""
-    step, states, named = probe.step, [found], _named(probe, found)
-    for size in (0.05, 1.0):
-        with probe.perturbed(size):
-            states.append(dict(probe.look(probe.off_policy()).metrics))
-    with probe.moved("reversed", lambda p, _: -2 * p.detach().float()):
-        states.append(dict(probe.look(probe.off_policy()).metrics))
-    for name, (low, high) in {**named, **{n: (m.low, m.high) for n, m in step.facts.items()}}.items():
+def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
+    """Metrics near and far away, and of the opposite policy: each stays in its range, and those that have to, move."""
+    step, states = probe.step, [found]
+    opposite = probe.moved("reversed", lambda p, _: -2 * p.detach().float())
+    for state in (probe.perturbed(0.05), probe.perturbed(1.0), opposite):
+        with state:
+            states.append(probe.look(probe.off_policy()).metrics)
+    facts = {name: m for name, m in probe.metrics.items() if name in found}
+    for name, m in facts.items():
+        if m.low is None and m.high is None:
+            continue
         seen = [s[name] for s in states if name in s]
         room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
-        inside = all((low is None or v >= low - room) and (high is None or v <= high + room) for v in seen)
+        inside = all((m.low is None or v >= m.low - room) and (m.high is None or v <= m.high + room) for v in seen)
         yield LAW.finding(
-            f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{low}, {high}]", inside,
+            f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{m.low}, {m.high}]", inside,
             f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
             "denominator).",
         )  # fmt: skip
-    declared = [n for n, m in step.facts.items() if m.moves or n in step.weights]
-    for name in dict.fromkeys([*declared, *_must_move(probe, named)]):
-        seen = [*(s[name] for s in states if name in s), *probe.logged(name)]
-        for size in (0.3, 3.0, 10.0):
-            if not _moves(seen):
-                with probe.perturbed(size):
-                    seen.append(probe.look(probe.off_policy()).metrics.get(name, seen[0]))
-                    if step.kind == "preference":
-                        seen.append(probe.look(exchanged(step)).metrics.get(name, seen[0]))
-        yield LAW.finding(
+    moving = [name for name, m in facts.items() if m.moves or name in step.weights]
+
+    def seen_in(name: str) -> list[float]:
+        return [*(s[name] for s in states if name in s), *probe.logged(name)]
+
+    for size in (0.3, 3.0, 10.0):
+        if not all(_moves(seen_in(name)) for name in moving):
+            with probe.perturbed(size):
+                batches = [probe.off_policy(), *([exchanged(step)] if step.kind == "preference" else [])]
+                states += [probe.look(batch).metrics for batch in batches]
+    for name in moving:
+        seen, unsure = seen_in(name), "moves" in facts[name].unsure
+        if unsure and not _moves(seen):
+            with suppress(Exception), probe.along(probe.gradient(), -probe.reach(1.0)):  # trained far
+                seen.append(probe.look(dict(step.batch)).metrics[name])
+                seen.append(probe.look(edits.take_rows(step, torch.tensor([0]))).metrics[name])  # may be refused
+        row = LAW.finding(
             f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g} in {len(seen)} states", "it moves", _moves(seen),
             f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
             "sets, or 0 by construction.",
         )  # fmt: skip
+        yield LAW.doubtful(row) if unsure else row
 
 
 def _moves(seen: list[float]) -> bool:  # by more than rounding
     return not max(seen) - min(seen) <= 16 * torch.finfo(torch.float32).eps * min(map(abs, seen))
 
 
-def _words(name: str) -> list[str]:
-    return [w for w in re.split(r"[^a-z]+", name.lower()) if w and w not in ("mean", "avg", "min", "max")]
-
-
-def _named(probe: Probe, found: dict[str, float]) -> dict[str, tuple[float | None, float | None]]:
-    """Undeclared metrics whose names make them shares (0 to 1), or ratios (0 or above), and their ranges."""
-    ranges: dict[str, tuple[float | None, float | None]] = {}
-    for name in found.keys() - probe.step.facts.keys():
-        words = _words(name)
-        if set(words) & (SHARES - {"rate"}) or (words[-1:] == ["rate"] and not NOT_SHARES & set(words)):
-            ranges[name] = (0.0, 1.0)
-        elif words[-1:] == ["ratio"] and set(words) <= RATIOS:
-            ranges[name] = (0.0, 1.0 if "clip" in words else None)
-    return dict(sorted(ranges.items()))
-
-
-def _must_move(probe: Probe, named: Iterable[str]) -> list[str]:
-    """The clipped share where there is a clip, and the accuracy of pairs: they vary over far-off states."""
-    step, right = probe.step, {"accuracy", "accuracies"}
-    clipped = clip_range(probe)[0] is not None and step.ratio_role in step.roles
-    words = {name: set(_words(name)) for name in named} if step.kind == "preference" else {}
-    paired = [name for name, own in words.items() if own & right and own <= PAIRED]
-    return [*paired, *(name for name in named if clipped and of_clip(name))]
-
-
 def _sums(probe: Probe) -> Rows:
     """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
     step, reading, subject = probe.step, probe.read(), "the sum of the terms"
-    weights = dict.fromkeys(step.fixed, 1.0)
-    for metric, knob in step.weights.items():
-        weights[metric] = float(step.knobs[knob]) * (-1 if step.facts[metric].raises else 1)
-    parts = {m: w * reading.metrics[m] for m, w in weights.items()}
+    weights = {m: float(step.knobs[knob]) * (-1 if step.facts[m].raises else 1) for m, knob in step.weights.items()}
+    parts = {m: w * reading.metrics[m] for m, w in {**dict.fromkeys(step.fixed, 1.0), **weights}.items()}
     total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
     room = max(ROUNDED, probe.coarsest) * scale
     sums = " + ".join(f"{v:.4g} ({m})" for m, v in parts.items())
@@ -145,10 +120,8 @@ def _sums(probe: Probe) -> Rows:
         "is in the loss.",
     )  # fmt: skip
     for metric, knob in step.weights.items():
-        try:
+        with suppress(Exception):  # the step refuses such a weight, as it may
             yield _added(probe, metric, knob, reading.metrics[metric])
-        except Exception:
-            continue  # the step refuses such a weight, as it may
 
 
 def _added(probe: Probe, metric: str, knob: str, value: float) -> Finding:
@@ -170,17 +143,17 @@ def _unchanged(probe: Probe) -> Rows:
     found = probe.look(batch).metrics
     stored = [batch[probe.step.roles[r]] for r in edits.SAMPLERS if r in probe.step.roles]
     rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
-    for name, value in found.items():
-        expected = probe.step.facts[name].neutral if name in probe.step.facts else None
-        expected = UNCHANGED.get(name.lower().rsplit("/", 1)[-1]) if expected is None else expected
-        if expected is None:
+    room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
+    for name, m in probe.metrics.items():
+        if m.neutral is None or name not in found:
             continue
-        room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
-        yield LAW.finding(
-            f"metric {name}, policy unchanged", f"{value:.4g}", f"{expected:g}", abs(value - expected) <= room,
-            f"For a policy that equals the one that sampled, {name} is {expected:g}. It is not: log-probs are "
+        row = LAW.finding(
+            f"metric {name}, policy unchanged", f"{found[name]:.4g}", f"{m.neutral:g}",
+            abs(found[name] - m.neutral) <= room,
+            f"For a policy that equals the one that sampled, {name} is {m.neutral:g}. It is not: log-probs are "
             "recomputed differently (temperature, shift), or the metric is another quantity under this name.",
         )  # fmt: skip
+        yield LAW.doubtful(row) if "neutral" in m.unsure else row
 
 
 LAW = Law("MR", "metrics", __doc__, check)

@@ -1,19 +1,21 @@
-"""MR-PAIR: Accuracy and margin of a pair agree with the side that the loss prefers.
+"""MR-PAIR: Accuracy and margin of a pair agree with the side that the loss prefers, and log-probs belong to the side
+that they are named for.
 
 L(chosen, rejected) < L(rejected, chosen)   ⟺   margin > 0 and accuracy = 1, for one pair alone
-margin = chosen - rejected                  for metrics with these usual names
+margin = chosen - rejected                  for the two metrics that Metric(kind="margin", of=(…, …)) names
 
-Needs: roles chosen and rejected; a metric named accuracy or margin
+Needs: roles chosen and rejected; a metric of the kind accuracy, margin, or chosen or rejected log-probs; for the
+latter logprobs=fn
 How: Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show?
 Exceptions: Other declared terms are switched off; undeclared ones may outweigh the preference in some pairs. A metric
 whose sign does not change with the sides is not checked.
-Warns: (a margin whose name lacks a word of its pair's, as "margin" beside "chosen_reward") a margin in another unit.
-Detects: an accuracy that is 1 - accuracy, a margin of rejected minus chosen, tinker-cookbook #172 (β twice)
+Warns: (undeclared log-probs; an undeclared margin whose name lacks a word of its pair's, as "margin" beside
+"chosen_reward") a margin in another unit, and log-probs of another model.
+Detects: an accuracy that is 1 - accuracy, a margin of rejected minus chosen, tinker-cookbook #172 (β twice),
+LLaMA-Factory #6050 (log-probs swapped)
 """
 
 from __future__ import annotations
-
-import re
 
 import torch
 
@@ -24,20 +26,18 @@ from earnest_audit.limits import ROUNDED
 from earnest_audit.measure import Reading
 from earnest_audit.probe import Probe
 
-RIGHT = {"accuracy", "accuracies", "acc"}
-WIDE = {"margin", "margins"}
+CENTRES: dict[str | None, float] = {"accuracy": 0.5, "margin": 0.0}
 PAIRS = 3
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    names = {n: 0.0 if words & WIDE else 0.5 for n in probe.look().metrics if (words := _words(n)) & (RIGHT | WIDE)}
-    if not names:
-        return
+    yield from _own_side(probe)
+    names = {n: CENTRES[m.kind] for n, m in probe.metrics.items() if m.kind in CENTRES}
     seen: dict[str, list[bool]] = {name: [] for name in names}
     shown: list[Reading] = []
     with probe.perturbed(0.5):
-        for row in range(min(PAIRS, step.rows)):
+        for row in range(min(PAIRS, step.rows) if names else 0):
             one = edits.take_rows(step, torch.tensor([row]))
             with probe.may_refuse("metrics of a pair", "one pair alone cannot be run"):
                 shown += [probe.look(b, probe.quiet) for b in (one, swapped(step, one))]
@@ -59,25 +59,44 @@ def check(probe: Probe) -> Rows:
     yield from _differences(probe, shown)
 
 
-def _words(name: str) -> set[str]:
-    return set(re.split(r"[^a-z]+", name.lower())) - {""}
-
-
 def _differences(probe: Probe, shown: list[Reading]) -> Rows:
-    """|margin| = |chosen - rejected| of some pair of metrics; for a pair alone a mean is the pair's own value."""
-    found = {name: _words(name) for name in (shown[0].metrics if shown else ())}
-    for margin, words in found.items():
-        both = [(c, r) for c, w in found.items() for r, v in found.items()
-                if words & WIDE and words - WIDE <= w and "chosen" in w and v == w ^ set(edits.SIDES)]  # fmt: skip
-        offs = [[abs(abs(s.metrics[margin]) - abs(s.metrics[c] - s.metrics[r])) for s in shown] for c, r in both]
-        if both:
-            scale = max(abs(s.metrics[name]) for s in shown for name in (margin, *both[0]))
+    """|margin| = |chosen - rejected| of the two metrics that it is declared of; for a pair alone a mean is the pair's
+    own value."""
+    for margin, m in probe.metrics.items():
+        if m.of and shown:
+            three = [[s.metrics[name] for name in (margin, *m.of)] for s in shown]
+            scale = max(abs(v) for values in three for v in values)
             row = LAW.agrees(
-                f"metric {margin}, the difference", min(map(max, offs)), 4 * max(ROUNDED, probe.coarsest) * scale,
-                f"{margin} is not {both[0][0]} - {both[0][1]}: a factor is applied twice or is missing, or one of the "
+                f"metric {margin}, the difference", max(abs(abs(d) - abs(c - r)) for d, c, r in three),
+                4 * max(ROUNDED, probe.coarsest) * scale,
+                f"{margin} is not {m.of[0]} - {m.of[1]}: a factor is applied twice or is missing, or one of the "
                 "three is another quantity.",
             )  # fmt: skip
-            yield row if any(words - WIDE == found[c] - {"chosen"} for c, _ in both) else LAW.doubtful(row)
+            yield LAW.doubtful(row) if "of" in m.unsure else row
+
+
+def _own_side(probe: Probe) -> Rows:
+    """A metric of one side's log-probs is not the other's, as a sum or as a mean over tokens."""
+    step, found = probe.step, probe.look().metrics
+    kinds = {f"{side} log-probs": side for side in edits.SIDES}
+    names = {name: kinds[m.kind] for name, m in probe.metrics.items() if m.kind in kinds}
+    if step.logprobs is None or not names:
+        return
+    known, room = {}, max(ROUNDED, probe.tolerance)
+    for side, values in zip(edits.SIDES, probe.forward(step.logprobs, graph=False), strict=True):
+        mask = step.value(f"{side}_mask")
+        count = 1 if mask is None else mask.sum(-1).clamp_min(1)
+        known[side] = float(values.double().mean()), float((values / count).double().mean())
+    for name, side in names.items():
+        (other,) = {*edits.SIDES} - {side}
+        own, others = (min(abs(found[name] - k) / max(abs(k), 1e-12) for k in known[s]) for s in (side, other))
+        if min(own, others) <= room:
+            row = LAW.finding(
+                f"metric {name}, whose", f"{own:.1g} off the {side} and {others:.1g} off the {other} answers'",
+                f"the {side} answers'", own <= max(room, others),
+                f"{name} is the mean of the {other} answers: the two are swapped on the way to the log.",
+            )  # fmt: skip
+            yield LAW.doubtful(row) if "kind" in probe.metrics[name].unsure else row
 
 
 LAW = Law(
