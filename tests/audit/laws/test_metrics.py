@@ -163,6 +163,14 @@ def test_a_share_or_a_ratio_is_not_constant(declared: bool, name: str) -> None:
         assert rows[f"metric {name}"] == (("fails" if declared else "warns") if constant else "holds")
 
 
+@pytest.mark.parametrize(("name", "expected"), [("ratio", "fails"), ("prob_ratio", "warns"), ("my_ratio", None)])
+def test_a_ratio_is_1_for_the_policy_that_sampled(name: str, expected: str | None) -> None:
+    for twice, outcome in ((1, expected and "holds"), (2, expected)):
+        step = logging(lambda b, m, lp, twice=twice: {name: mean((lp - b["old"]).exp(), b["mask"]) * twice})
+        rows = {f.subject: f.outcome for f in audit(step, laws=[metrics.LAW]).findings}
+        assert rows.get(f"metric {name}, policy unchanged") == outcome
+
+
 def test_a_share_of_rows_that_differ_is_not_constant() -> None:
     step = logging(lambda b, m, lp: {"truncated_fraction": (b["mask"].sum(-1) > 7).float().mean()})
     assert not audit(step, laws=[metrics.LAW]).warnings
