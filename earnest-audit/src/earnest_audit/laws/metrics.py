@@ -5,8 +5,8 @@ L = Σ weight·term + Σ fixed terms
 
 Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
 every term: the setting that weighs it, or 1.0
-How: Metrics on the batch, in distant states, and with behaviour = current policy; an undeclared metric's kind is guessed
-from its usual name. Then each term by itself: what a thousand times its weight adds to the loss.
+How: Metrics on the batch, in distant states, and with behaviour = current policy; undeclared kinds are guessed from
+usual names. Then each term by itself: what a thousand times its weight adds to the loss.
 Exceptions: Counts and settings are constant by nature: where they are declared, Metric(moves=False). A metric with
 another normaliser than its term does not add up; then declare no weight of 1.0.
 Warns: (an undeclared share or ratio that is constant, unless it is the clipped share beside a clip or the accuracy of
