@@ -156,11 +156,27 @@ def test_log_probs_of_the_side_they_are_named_for(declared: bool, swapped: bool,
 @pytest.mark.parametrize("name", ["token_accuracy", "truncated_fraction", "ratio_mean", "hit_rate"])
 @pytest.mark.parametrize("declared", [False, True])
 def test_a_share_or_a_ratio_is_not_constant(declared: bool, name: str) -> None:
-    for constant, value in ((False, lambda m: m["clip_fraction"]), (True, lambda m: torch.ones(()))):
-        step = logging(lambda b, m, lp, value=value: {name: value(m)})
+    changes: tuple[Change, Change] = (
+        lambda b, m, lp: {name: m["clip_fraction"]},
+        lambda b, m, lp: {name: torch.ones(())},
+    )
+    for constant, change in enumerate(changes):
+        step = logging(change)
         step.metrics = {name: Metric(kind="share")} if declared else {}
         rows = {f.subject: f.outcome for f in audit(step, laws=[metrics.LAW]).findings if f.expected == "it moves"}
         assert rows[f"metric {name}"] == (("fails" if declared else "warns") if constant else "holds")
+
+
+@pytest.mark.parametrize(("name", "expected"), [("ratio", "fails"), ("prob_ratio", "warns"), ("my_ratio", None)])
+def test_a_ratio_is_1_for_the_policy_that_sampled(name: str, expected: str | None) -> None:
+    changes: tuple[Change, Change] = (
+        lambda b, m, lp: {name: mean((lp - b["old"]).exp(), b["mask"])},
+        lambda b, m, lp: {name: 2 * mean((lp - b["old"]).exp(), b["mask"])},
+    )
+    for change, outcome in zip(changes, (expected and "holds", expected), strict=True):
+        step = logging(change)
+        rows = {f.subject: f.outcome for f in audit(step, laws=[metrics.LAW]).findings}
+        assert rows.get(f"metric {name}, policy unchanged") == outcome
 
 
 def test_a_share_of_rows_that_differ_is_not_constant() -> None:

@@ -4,8 +4,7 @@ sampled tokens' -log π.
 k1, k2, k3, |·|, their opposites; plain or weighed by the ratio; mean over tokens or rows, or sum
 -log π of the sampled tokens   estimates the entropy, and its expected gradient is 0
 
-Needs: a metric of the kind ratio or kl, or a term of the kind entropy; roles behaviour (or proximal) and reference;
-logprobs=fn
+Needs: a metric of the kind ratio or kl, or a term of the kind entropy; roles behaviour and reference; logprobs=fn
 How: The usual definitions are computed from the log-probs; an entropy's far away, where sampled tokens are unlikely.
 Exceptions: There are many definitions, and a right metric may be none of the usual ones. An entropy may be the sampled
 tokens' where it is a reward, or where its gradient is weighed by itself. Steps that drop tokens are not checked.

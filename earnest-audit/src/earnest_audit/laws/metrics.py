@@ -5,14 +5,13 @@ L = Σ weight·term + Σ fixed terms
 
 Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
 every term: the setting that weighs it, or 1.0
-How: Metrics on the batch, in distant states, and with behaviour = current policy. The range, the neutral value and
-whether an undeclared metric must vary come from its kind, which is guessed from its usual name. Then each term by
-itself: what a thousand times its weight adds to the loss.
-Exceptions: Counts and settings are constant by nature; only declared metrics, shares, accuracies and ratios must vary,
-unless Metric(moves=False) declares otherwise. A metric with another normaliser than its term does not add up; then
-declare no weight of 1.0.
+How: Metrics on the batch, in distant states, and with behaviour = current policy; undeclared kinds are guessed from
+usual names. Then each term by itself: what a thousand times its weight adds to the loss.
+Exceptions: Counts and settings are constant by nature: where they are declared, Metric(moves=False). A metric with
+another normaliser than its term does not add up; then declare no weight of 1.0.
 Warns: (an undeclared share or ratio that is constant, unless it is the clipped share beside a clip or the accuracy of
-pairs) the share of what this batch does not have, such as truncated answers, and a ratio that is 1 by design.
+pairs; an undeclared ratio that is not 1, unless its name is "ratio") a share of what this batch does not have, such as
+truncated answers, and a ratio that is 1 by design, or to another policy.
 Detects: OpenRLHF feeb0283 (KL of an unchanged policy is -1), a mode field that keeps its default, a KL that is always
 0, mlx-lm-lora #65 (ORPO without its likelihood, which is logged)
 """
