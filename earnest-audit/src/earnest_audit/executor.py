@@ -92,6 +92,9 @@ def _facts(step: Step) -> tuple[str, ...]:
     notes = [f"guessed from names: {guesses}; settings={{name: Setting(value, kind)}} declares it"] if guesses else []
     if step.wide is None and len(guess := edits.readings(step)) > 1 and (more := sorted(guess[0] - guess[-1])):
         notes.append(f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it")
+    if step.kind == "preference" and (named := step.named_sides[0]):
+        pairs = ", ".join(f"{c} and {r}" for c, r in named.items())
+        notes.append(f"guessed from names: {pairs} belong to the two answers; roles={{role: key}} declares it")
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
     return (*notes, *step.remarks)
 

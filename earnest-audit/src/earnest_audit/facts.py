@@ -8,7 +8,7 @@ Where a setting is given as a plain number, its kind is guessed from its usual n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -21,6 +21,8 @@ Kind = Literal[
     "target",  # by how much the preferred answer has to win
     "smoothing",  # the share of pairs whose label is taken to be wrong
     "mixture",  # a mixture's weight, between 0 and 1
+    "forward kl",  # an option's present mode is KL(teacher ‖ student)
+    "reverse kl",  # … KL(student ‖ teacher)
     "inert",  # must not matter: chunk lengths, tile sizes, checkpointing
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -68,9 +70,16 @@ NAMES: dict[Kind, tuple[str, ...]] = {
 }  # fmt: skip
 
 
+# Of an option's modes: the usual names of each direction.
+DIRECTIONS: dict[Kind, tuple[str, ...]] = {
+    "forward kl": ("forward_kl", "forward", "fkl", "kl_forward"),
+    "reverse kl": ("reverse_kl", "reverse", "rkl", "kl_reverse"),
+}  # fmt: skip
+
+
 READ_BY: dict[Kind, str] = {
     "clip": "policy gradient", "clip high": "policy gradient", "bound": "policy gradient", "target": "preference",
-    "smoothing": "preference", "mixture": "divergence",
+    "smoothing": "preference", "mixture": "divergence", **dict.fromkeys(DIRECTIONS, "divergence"),
 }  # fmt: skip
 """The family whose laws read a kind that can be guessed."""
 
@@ -79,6 +88,20 @@ def guessed(settings: Mapping[str, Any]) -> dict[str, Kind]:
     """name -> kind, of settings whose last name (``grpo.clip``) is a usual one and whose value is a float."""
     short = {name: name.lower().rsplit(".", 1)[-1] for name, value in settings.items() if isinstance(value, float)}
     return {name: kind for name, last in short.items() for kind, names in NAMES.items() if last in names}
+
+
+def sides(keys: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Of names with "chosen" or "rejected" in them: chosen -> rejected where they are alike otherwise, and the rest."""
+    named = [k for k in sorted(keys) if "chosen" in k or "rejected" in k]
+    pairs = {k: other for k in named if (other := k.replace("chosen", "rejected")) != k and other in named}
+    return pairs, [k for k in named if k not in pairs and k not in pairs.values()]
+
+
+def direction(modes: Iterable[Any]) -> Kind:
+    """Of an option's present mode, which comes first, where the modes have the names of both."""
+    known = {name: kind for kind, names in DIRECTIONS.items() for name in names}
+    named = [known.get(str(mode).lower().replace("-", "_")) for mode in modes]
+    return named[0] or "setting" if set(DIRECTIONS) <= set(named) else "setting"
 
 
 def declared(settings: Mapping[str, Any]) -> dict[str, Setting]:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, guessed
+from earnest_audit.facts import CLIPS, KINDS, READ_BY, Kind, Metric, Setting, direction, guessed, sides
 from earnest_audit.frontends.first_edition import with_old_names
 from earnest_audit.together import Together
 
@@ -214,6 +214,12 @@ class Step:
         return {n: s.value for n, s in self.declared.items() if n not in self.options}
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """The present values of all settings that are numbers."""
+        values = {n: s.value for n, s in self.declared.items()}
+        return {n: v for n, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+    @property
     def pure(self) -> dict[str, Any]:
         """Settings at the values that leave the divergence or the preference alone."""
         return {n: s.pure for n, s in self.declared.items() if s.pure is not None}
@@ -262,13 +268,15 @@ class Step:
     def kinds(self) -> dict[str, Kind]:
         """setting -> its kind: as declared, or else guessed from its name."""
         declared = {n: s.kind for n, s in self.settings.items() if isinstance(s, Setting)}
-        return {**guessed({n: v for n, v in self.knobs.items() if n not in declared}), **declared}
+        named = {n: direction(modes) for n, modes in self.options.items() if declared[n] == "setting"}
+        return {**guessed({n: v for n, v in self.knobs.items() if n not in declared}), **declared, **named}
 
     @property
     def guesses(self) -> dict[str, Kind]:
         """The kinds that are guessed and that laws of this family read."""
-        declared = {n for n, s in self.settings.items() if isinstance(s, Setting)} | set(self.terms_off)
-        return {n: k for n, k in self.kinds.items() if n not in declared and READ_BY.get(k) == self.kind}
+        given = {n: s.kind for n, s in self.settings.items() if isinstance(s, Setting)}
+        known = {n: k for n, k in self.kinds.items() if READ_BY.get(k) == self.kind and n not in self.terms_off}
+        return {n: k for n, k in known.items() if given.get(n) != k}
 
     @property
     def remarks(self) -> tuple[str, ...]:
@@ -278,7 +286,7 @@ class Step:
     @property
     def clips(self) -> list[str]:
         """The settings that bound the ratio, and have no effect at ratio 1."""
-        return [n for n, kind in self.kinds.items() if kind in CLIPS]
+        return [n for n, kind in self.kinds.items() if kind in CLIPS and n in self.numbers]
 
     def first(self, kind: Kind) -> str | None:
         """The first setting of this kind that is a float."""
@@ -315,6 +323,18 @@ class Step:
     def grouped(self) -> bool:
         """Whether rows are compared within their group."""
         return not self.roles.keys().isdisjoint({"group", "rewards"})
+
+    @property
+    def named_sides(self) -> tuple[dict[str, str], list[str]]:
+        """Tensors of the chosen answers -> those of the rejected ones, guessed from names where no role pairs them; and
+        those that are named after one side and have no counterpart."""
+        declared = sides(self.roles)[0].items()
+        return sides(self.batch.keys() - {self.roles[role] for pair in declared for role in pair})
+
+    @property
+    def sides(self) -> dict[str, str]:
+        """Tensors of the chosen answers -> those of the rejected ones: by their roles, or else guessed."""
+        return {self.roles[c]: self.roles[r] for c, r in sides(self.roles)[0].items()} | self.named_sides[0]
 
     @property
     def ratio_role(self) -> str:

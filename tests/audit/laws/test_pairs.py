@@ -84,7 +84,7 @@ def test_an_undeclared_weight_must_be_declared_and_a_broken_side_is_no_weight() 
     settings = {"settings": {"beta": 0.1, "alpha": 1.0}}
     found = audit(pair_step(with_nll, **settings), laws=[pairs.LAW]).findings
     (row,) = [f for f in found if f.subject == IDENTICAL]
-    assert row.outcome == "fails" and "declare its weight" in row.meaning
+    assert row.outcome == "not declared" and 'settings={"alpha": Setting(1, "weight")}' in row.meaning
     assert judged(pair_step(halved, **settings))[IDENTICAL] == "fails"
     assert judged(pair_step(halved, **settings, metrics={NLL: Metric(weight="alpha")}))[IDENTICAL] == "fails"
 
@@ -107,7 +107,8 @@ def test_a_preference_may_be_the_term_and_the_likelihood_the_rest(dtype: torch.d
     declared["metrics"] = {"or": Metric(weight="lam")}
     assert judged(pair_step(orpo, **declared))[IDENTICAL] == "holds"
     assert judged(pair_step(one_sided, **declared))[IDENTICAL] == "fails"
-    assert judged(pair_step(orpo, **{**declared, "metrics": {}}))[IDENTICAL] == "fails"
+    assert judged(pair_step(orpo, **{**declared, "metrics": {}}))[IDENTICAL] == "not declared"
+    assert judged(pair_step(one_sided, **{**declared, "metrics": {}}))[IDENTICAL] == "fails"
     unnamed = {**declared, "metrics": {}, "settings": {"lam": Setting(0.1, "weight")}}
     assert judged(pair_step(orpo, **unnamed))[IDENTICAL] == "holds"
     assert judged(pair_step(one_sided, **unnamed))[IDENTICAL] == "fails"
@@ -191,7 +192,7 @@ def test_pairs_with_weights_of_their_own(role: str | None) -> None:
 @pytest.mark.parametrize("declared", ["sums", "averages"])
 @pytest.mark.parametrize("seed", range(2))
 def test_references_in_another_unit_than_the_log_probs(seed: int, declared: str) -> None:
-    """IPO of averages with stored sums: right where the loss divides both, in whatever unit ``logprobs`` is."""
+    """IPO of averages with stored sums: right where the loss divides both; ``logprobs`` is what it compares."""
 
     def ipo(divided: bool) -> Any:
         def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
@@ -205,7 +206,11 @@ def test_references_in_another_unit_than_the_log_probs(seed: int, declared: str)
         given.logprobs = sequence_logprobs if declared == "sums" else averages
         return given
 
-    assert judged(ipo(True))[ALIKE] == "holds"
+    verdict = audit(ipo(True), laws=[pairs.LAW])
+    assert any("the references are in the unit of logprobs" in n for n in verdict.notes) == (declared == "averages")
+    (row,) = [f for f in verdict.findings if f.subject == ALIKE]
+    assert row.outcome == ("holds" if declared == "averages" else "not declared")
+    assert declared == "averages" or "(over the lengths)" in row.meaning
     assert judged(ipo(False))[ALIKE] == "fails"
 
 

@@ -20,8 +20,8 @@ A guess is "sure" or "likely"; a verdict lists all of them, and the tensors for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,10 +30,9 @@ from torch import Tensor, nn
 
 from earnest_audit.edits import next_of
 from earnest_audit.frontends.first_edition import renamed
-from earnest_audit.measure import Batch, Reading
+from earnest_audit.measure import Batch, Reading, listening
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
-from earnest_audit.restore import observed
 from earnest_audit.step import Step, check_fields
 
 Sureness = Literal["sure", "likely"]
@@ -134,7 +133,7 @@ class _Inference:
 
     def _seen(self, batch: Batch) -> tuple[Reading, list[float]]:
         """The reading of a batch, and a number for each call of a layer that has parameters of its own."""
-        with _listening(self.probe.step.model) as layers:
+        with listening(self.probe.step.model) as layers:
             reading = self.probe.read(batch)
         return reading, layers
 
@@ -222,6 +221,8 @@ class _Inference:
             kind, reader = ("attention", "the layers read") if calls else ("mask", "only the loss reads")
             why = f"zeros and ones that {reader}"
             mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
+            if calls and len(mine) > 1:  # both answers in one call: ids under their own padding do not matter
+                mine = [role for role in mine if not self._matters_under(key, sides[role])]
             if len(mine) == 1:
                 self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
             elif not sides and calls and self._is_documents(key):
@@ -232,17 +233,21 @@ class _Inference:
     def _is_documents(self, key: str) -> bool:
         """Whether zeros and ones are two documents in a row or left padding: ids under padding do not matter."""
         ids, x = self.roles.get("ids"), self.batch[key]
-        if ids is None or x.shape != self.batch[ids].shape or not bool((x[:, 1:] >= x[:, :-1]).all()):
+        return ids is not None and bool((x[:, 1:] >= x[:, :-1]).all()) and self._matters_under(key, ids)
+
+    def _matters_under(self, key: str, ids: str) -> bool:
+        """Whether the ids matter where this mask of their shape is 0."""
+        x = self.batch[key]
+        if x.shape != self.batch[ids].shape:
             return False
         (edited, *_) = _edits(self.batch[ids])
-        under = torch.where(x == 0, edited, self.batch[ids])
-        return self._moves({ids: under}) > TINY
+        return self._moves({ids: torch.where(x == 0, edited, self.batch[ids])}) > TINY
 
     def _belongs(self, key: str, ids: str, calls: frozenset[int]) -> bool:
-        """Whether a mask belongs to these ids. An attention mask is read in the calls that read the ids. If a loss mask
+        """Whether a mask belongs to these ids. An attention mask is read in calls that read the ids. If a loss mask
         keeps only the first token of each row, the ids after it do not matter."""
         if calls:
-            return calls <= self.calls[ids]
+            return bool(calls & self.calls[ids])
         mask, (edited, *_) = self.batch[key], _edits(self.batch[ids])
         place = torch.arange(mask.shape[1], device=mask.device)
         first = mask.int().argmax(1, keepdim=True)
@@ -325,20 +330,6 @@ class _Inference:
         elif raised:
             side, way = ("chosen", "raises") if raised > 0 else ("rejected", "lowers")
             self._add(key, f"reference_{side}", "sure", f"raising it {way} the loss")
-
-
-@contextmanager
-def _listening(model: nn.Module) -> Iterator[list[float]]:
-    """Inside the block, every call of a layer with its own parameters appends a number that depends on all outputs."""
-    seen: list[float] = []
-
-    def listen(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            flat = output.detach().double().flatten()
-            seen.append(float(flat @ torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device))))
-
-    with observed([m for m in model.modules() if any(p is not None for p in m._parameters.values())], listen):
-        yield seen
 
 
 def _named_otherwise(key: str, role: str) -> bool:

@@ -64,14 +64,14 @@ def check(probe: Probe) -> Rows:
 
 def reach(probe: Probe) -> float:
     """ρ: inside half of every declared clip, and as far from 1 as the dtype needs."""
-    sizes = [float(probe.step.knobs[k]) for k in probe.step.clips]
+    sizes = [float(probe.step.numbers[k]) for k in probe.step.clips]
     inside = min([v if v < 1 else v - 1 for v in sizes if v > 0 and v != 1], default=1.0)
     return 1 + min(0.15 if probe.coarse else 0.04, 0.5 * inside)
 
 
 def wider(probe: Probe) -> dict[str, Any]:
-    """Every clip a quarter wider: without effect at ratio 1, and at ρ."""
-    return {knob: float(probe.step.knobs[knob]) * 1.25 for knob in probe.step.clips}
+    """Every clip that may be any number a quarter wider: without effect at ratio 1, and at ρ."""
+    return {knob: probe.step.numbers[knob] * 1.25 for knob in probe.step.clips if knob in probe.step.knobs}
 
 
 def on_policy(probe: Probe) -> edits.Batch:
