@@ -93,15 +93,15 @@ def relative(
 
 
 def undeclared(probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float) -> str | None:
-    """What is to be declared where a setting of no known kind weighs a term linearly, and the loss without that term, or
-    the term by itself, has no gradient on ``same``."""
+    """What is to be declared where a setting of no known kind weighs a term linearly, and the loss without that term,
+    or the term by itself, has no gradient on ``same``."""
     step, off = probe.step, quiet(probe.step)
     for knob, value in step.numbers.items():
         known = knob in off or knob in step.guesses or step.declared[knob].kind != "setting"
         if known or knob not in step.knobs or not value or not probe.afford(8):
             continue
         with suppress(Exception):  # the step refuses such a weight, as it may
-            none, here, twice = (probe.gradient(usual, {**off, knob: value * by}) for by in (0.0, 1.0, 2.0))
+            none, here, twice = (probe.gradient(usual, {**off, knob: SEPARATES * value * n}) for n in (0.0, 1.0, 2.0))
             if here.minus(none).distance(twice.minus(here)) > probe.tolerance:
                 continue
             split = Part({**off, knob: 0.0}), Part({**off, knob: SEPARATES * value}, {**off, knob: 0.0}, knob)
