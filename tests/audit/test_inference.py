@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit, infer
+from earnest_audit.laws import pairs
 from tests.audit.steps import STEPS, Tiny, grpo_loss, logprobs, policy_batch, policy_step, sft_step
 
 
@@ -149,3 +150,39 @@ def test_wrong_calls_have_a_way_out() -> None:
         audit(step, logprobs)
     with pytest.raises(StepError, match=r"give clip_low, final to Step\(…\)"):
         audit(step, clip_low=0.2, final=1)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("right", [True, False])
+def test_each_answers_attention_is_found_in_whichever_calls(right: bool, together: bool) -> None:
+    """Positions that are counted from the attention are embedded in a call that the ids do not reach."""
+    step = STEPS["preference"]()
+    model = step.model
+    model.places = nn.Embedding(12, 16)
+    plain = Tiny.forward
+
+    def forward(ids: Tensor, attention: Tensor | None = None) -> Tensor:
+        shown = torch.ones_like(ids) if attention is None else attention
+        return plain(model, ids, attention) + model.head(model.places((shown.cumsum(-1) - 1).clamp(min=0)))
+
+    model.forward = forward
+    sides = ("chosen", "rejected")
+
+    def loss(_: nn.Module, batch: Mapping[str, Any]) -> Any:
+        b = {**batch, "chosen_attention": batch["a"], "rejected_attention": batch["b"]}
+        if not together:
+            sums = [(logprobs(model, {"ids": b[s], "attention": b[f"{s}_attention"]}) * b[f"{s}_mask"]).sum(-1)
+                    for s in sides]  # fmt: skip
+        else:
+            ids, shown, mask = (torch.cat([b[s + end] for s in sides]) for end in ("", "_attention", "_mask"))
+            sums = list((logprobs(model, {"ids": ids, "attention": shown}) * mask).sum(-1).chunk(2))
+        gap = sums[0] - b["ref_chosen"] - (1.0 if right else 0.7) * (sums[1] - b["ref_rejected"])
+        return -F.logsigmoid(0.1 * gap).mean()
+
+    names = {"chosen_attention": "a", "rejected_attention": "b"}
+    verdict = audit(model, loss, {names.get(k, k): v for k, v in step.batch.items()}, laws=[pairs.LAW])
+    assert {note.partition(" (")[0] for note in verdict.notes} >= {
+        f"guessed: {k} is {role}" for role, k in names.items()
+    }
+    (row,) = [f for f in verdict.findings if f.subject == "identical pairs"]
+    assert row.outcome == ("holds" if right else "fails"), str(verdict)

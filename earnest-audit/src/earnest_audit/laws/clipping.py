@@ -6,35 +6,42 @@ ratio > 1+ε, A > 0    a smaller gradient than inside (a hard clip: 0); likewise
 ratio > 1+ε, A < 0    a gradient: a token that became likely and was bad must become unlikely; likewise the other side
 ratio > 1+ε, A > 0    at every token: a metric of the clipped share, by its usual names, is above 0
 
-Needs: a setting of the kind clip with a value below 1; roles behaviour and advantages; logprobs=fn
+Needs: a setting of the kind clip with a value below 1; roles behaviour and advantages (or rewards, one per row);
+logprobs=fn
 How: Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's derivative by
-its behaviour and proximal log-probs together. Where tokens alone do not leave the clip, whole rows do.
-Exceptions: Not checked where rows interact by declaration (advantages that are whitened have other signs), or where
-tokens are dropped by declaration (a threshold that removes whole rows). Soft clips (SAPO) and one-sided ones (CISPO)
-have settings with other names and are not checked.
+its behaviour and proximal log-probs together. Whose ratio it is, is measured: where one token of a row moves and the
+others' weights with it, it is the product over the row. Where the step makes its own advantages, their signs are those
+of the weights at ratio 1.
+Exceptions: Not checked where rows interact by declaration (advantages that are whitened have other signs), where
+tokens are dropped by declaration (a threshold that removes whole rows), or where rewards contain a KL. Soft clips
+(SAPO) and one-sided ones (CISPO) have settings with other names and are not checked.
 Detects: minimum and maximum swapped, a clip that acts on one side only, TRL #4499, tianshou #433 (a dual clip on
 positive advantages), TRL #3032 (the clipped share of the wrong side)
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.facts import CLIPS
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.ratio import at_one, on_policy, token_weights
+from earnest_audit.laws.ratio import at_one, on_policy, reach, token_weights
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
 
 CLIPPED = ("clip_fraction", "clip_frac", "clipfrac", "clip_ratio")  # usual names of the clipped share of tokens
 DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 MEANING = (
-    "This is not how a pessimistic clip acts: a bound is wrong on one side, minimum and maximum are swapped, or one of "
-    "two uses of the setting is ignored. (A threshold that removes whole rows has the same effect: declare "
-    "drops_tokens=True.)"
+    "Measured is these tokens' gradient relative to the one at ratio 1: the least one, or past the bound that their "
+    "advantage rewards the largest. A bound is wrong on one side, or minimum and maximum are swapped; or the ratio is "
+    "of other log-probs than the declared ones (a temperature, a shift); or advantages are clamped, or one sign is "
+    "dropped. (For a threshold that removes whole rows declare drops_tokens=True.)"
 )
+PRODUCT = 0.75  # the power of one token's ratio in the others' weights: 1 in a product, 1/n in a mean, 0 of tokens
 Pulls = tuple[float, float, float]
 """Gradient weights of tokens relative to those at ratio 1: the least inside the range, the largest where the ratio is
 past the bound in the rewarded direction, the least where it is past the other bound."""
@@ -53,19 +60,17 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable("clip", "rows interact by declaration: a row's sign in the loss is not known"))
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
-    pulls = _pulls(probe, cases, rows=False)
-    if not _right(pulls) and _right(again := _pulls(probe, cases, rows=True)):
-        pulls = again
-    if step.drops_tokens and not _right(pulls):
+    inside, done, undone = _pulls(probe, cases, _usual(probe))
+    right = inside > INSIDE and done < DONE and undone > UNDONE
+    if step.drops_tokens and not right:
         raise Ends(LAW.not_applicable("clip", "tokens are dropped by declaration"))
-    inside, done, undone = pulls
     for subject, measured, expected, holds in (
         ("inside the clip range", inside, "every token has a gradient", inside > INSIDE),
         ("outside, already done", done, "a smaller gradient than inside", done < DONE),
         ("outside, to be undone", undone, "a gradient", undone > UNDONE),
     ):
         yield LAW.finding(f"clip: {subject}", f"gradient {measured:.2g} of the usual", expected, holds, MEANING)
-    if (names := [name for name in probe.look().metrics if of_clip(name)]) and _right(pulls):
+    if (names := [name for name in probe.look().metrics if of_clip(name)]) and right and "advantages" in step.roles:
         key, base = step.roles["advantages"], on_policy(probe)
         batch, _ = _at_ratios(probe, base, [up] * len(base[key]), None)  # lower log-probs are always possible
         shown = probe.look({**batch, key: base[key].abs()}).metrics
@@ -80,49 +85,73 @@ def of_clip(name: str) -> bool:
     return last in CLIPPED and not {"value", "values", "critic", "vf"} & set(path)
 
 
-def _right(pulls: Pulls) -> bool:
-    return pulls[0] > INSIDE and pulls[1] < DONE and pulls[2] > UNDONE
-
-
 def clip_range(probe: Probe) -> tuple[float | None, float | None]:
     """(ε below, ε above)."""
     step = probe.step
-    inside = [(kind, step.knobs[n]) for n, kind in step.kinds.items() if kind in CLIPS and 0 < step.knobs[n] < 1]
+    inside = [(step.kinds[n], v) for n in step.clips if 0 < (v := step.numbers[n]) < 1]
     low, high = (next((v for k, v in inside if k == kind), None) for kind in ("clip", "clip high"))
     return low, high or low
 
 
-def _pulls(probe: Probe, cases: list[tuple[float, int]], rows: bool) -> Pulls:
-    """Every row at the ratio and with the sign of a case, by turns. ``rows``: the ratio is a product over a row, and
-    every token gets its share."""
-    step, base = probe.step, dict(on_policy(probe))
-    key = step.roles["advantages"]
-    a: Tensor = base[key]
-    base[key] = a.abs()
-    usual = token_weights(at_one(probe).inputs)
+def _usual(probe: Probe) -> Tensor:
+    """Every token's gradient weight at ratio 1."""
+    found, given = at_one(probe).inputs, probe.step.roles.get("advantages")
+    if given is None and (kl := found.get("reference")) is not None and bool((kl != 0).any()):
+        raise Ends(LAW.not_applicable("clip", "the rewards contain a KL to the reference, and with it the behaviour"))
+    usual = token_weights(found)
     if usual is None:
         raise Ends(LAW.not_applicable("clip", "the ratio is under a stop-gradient, it has no slope"))
-    if not bool(usual.flatten(1).any(-1).all()):  # linear in the advantages, unless one sign has no gradient
-        usual = token_weights(probe.slopes(edits.SAMPLERS, base, probe.quiet).inputs)
-        if usual is None:
-            return 0.0, 0.0, 0.0
+    if given is None or bool(usual.flatten(1).any(-1).all()):  # linear in the advantages
+        return usual
+    base = on_policy(probe)  # one sign has no gradient
+    usual = token_weights(probe.slopes(edits.SAMPLERS, {**base, given: base[given].abs()}, probe.quiet).inputs)
+    return torch.zeros_like(base[probe.step.roles[probe.step.ratio_role]]) if usual is None else usual
+
+
+def _is_product(probe: Probe, usual: Tensor) -> bool:
+    """Whether the ratio is the product over a row: where the first token of every row moves, inside the range, the
+    others' weights change as its ratio does."""
+    base, weighs = on_policy(probe), usual.flatten(1) != 0
+    first = torch.zeros_like(weighs).scatter_(1, weighs.int().argmax(1, keepdim=True), True)
+    others, first = (weighs & ~first).reshape(usual.shape), first.reshape(usual.shape)
+    by, samplers = math.log(reach(probe)), [probe.step.roles[r] for r in edits.SAMPLERS if r in probe.step.roles]
+    moved = {k: torch.where(first.reshape(base[k].shape), base[k] - by, base[k]) for k in samplers}
+    slope = token_weights(probe.slopes(edits.SAMPLERS, {**base, **moved}, probe.quiet).inputs)
+    here, there = (0.0 if w is None else float((w.abs() * others).sum()) for w in (usual, slope))
+    return here > 0 and there > 0 and math.log(there / here) > PRODUCT * by
+
+
+def _pulls(probe: Probe, cases: list[tuple[float, int]], usual: Tensor) -> Pulls:
+    """Every row at the ratio of a case, by turns: with its sign, where advantages are given; else in cases of its own
+    sign. In a row with both signs only the tokens of the case's sign count."""
+    step, base = probe.step, dict(on_policy(probe))
+    key, rows, product = step.roles.get("advantages"), len(usual), _is_product(probe, usual)
+    if key is not None:
+        turns = [[(start + row) % len(cases) for row in range(rows)] for start in range(0, len(cases), rows)]
+        usual = usual.abs()
+    else:
+        own = [[c for c, (_, sign) in enumerate(cases) if sign * float(row.sum()) > 0] for row in usual]
+        turns = [[mine[(row + turn) % 3] if mine else 0 for row, mine in enumerate(own)] for turn in range(3)]
+    if not bool(usual.any()):
+        return 0.0, 0.0, 0.0
     found: dict[int, float] = {}
-    for start in range(0, len(cases), len(a)):
-        chosen = [(start + row) % len(cases) for row in range(len(a))]
-        batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if rows else None)
-        sign = torch.tensor([cases[c][1] for c in chosen], dtype=a.dtype, device=a.device)
-        batch[key] = a.abs() * sign.reshape(-1, *[1] * (a.ndim - 1))
+    for chosen in turns:
+        batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if product else None)
+        sign = usual.new_tensor([cases[c][1] for c in chosen]).reshape(-1, *[1] * (usual.ndim - 1))
+        if key is not None:
+            batch[key] = base[key].abs() * sign.to(base[key].dtype).reshape(-1, *[1] * (base[key].ndim - 1))
         slope = token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
         slope = torch.zeros_like(usual) if slope is None else slope
+        asked = possible & ((usual if key is not None else usual * sign) > 0)
         for row, case in enumerate(chosen):
-            on = possible[row] & (usual[row] != 0)
-            whole = float((usual[row].abs() * on).sum())
+            whole = float((usual[row].abs() * asked[row]).sum())
             if whole > 0:
-                got = float((slope[row].abs() * on).sum()) / (whole * cases[case][0])
+                got = float((slope[row].abs() * asked[row]).sum()) / (whole * cases[case][0])
                 found[case] = (max if case in (2, 3) else min)(found.get(case, got), got)
-    if len(found) < len(cases):
+    sides = [[found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5))]
+    if not all(sides) or (key is not None and len(found) < len(cases)):
         raise Ends(LAW.not_applicable("clip", "no row has a gradient for every side of the clip"))
-    return min(found[0], found[1]), max(found[2], found[3]), min(found[4], found[5])
+    return min(sides[0]), max(sides[1]), min(sides[2])
 
 
 def _at_ratios(
@@ -142,8 +171,12 @@ def _at_ratios(
     return {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}, possible
 
 
+def _judged(step: Step) -> bool:
+    returns = "rewards" in step.roles and step.batch[step.roles["rewards"]].ndim > 1  # V-trace's contain later ratios
+    return step.kind == "policy gradient" and step.ratio_role in step.roles and not returns
+
+
 LAW = Law(
-    "PG-CLIP", "clipping", __doc__, check, quick=False, perturbed=True,
-    when=lambda step: step.kind == "policy gradient" and step.ratio_role in step.roles and "rewards" not in step.roles,
-    asks=(("clip", 'roles={"advantages": …}', lambda step: "advantages" in step.roles),),
+    "PG-CLIP", "clipping", __doc__, check, quick=False, perturbed=True, when=_judged,
+    asks=(("clip", 'roles={"advantages": …}', lambda step: bool({"advantages", "rewards"} & step.roles.keys())),),
 )  # fmt: skip

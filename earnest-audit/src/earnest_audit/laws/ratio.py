@@ -131,7 +131,7 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
         subject, f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
         f"a power from 0 to 1, up to {SLACK + error:.2g}", -SLACK - error <= k <= 1 + SLACK + error,
         f"The gradient is proportional to the power {k:.1f} of the weight, which must be 1 (0 without a weight): "
-        f"{fault}.",
+        f"{fault}; or the loss whitens its advantages over the batch: declare rows_interact=True.",
     )  # fmt: skip
 
 
