@@ -152,21 +152,25 @@ def test_wrong_calls_have_a_way_out() -> None:
         audit(step, clip_low=0.2, final=1)
 
 
+class Placed(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(12, 16)
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        shown = torch.ones_like(ids) if attention is None else attention
+        places: Tensor = self.places((shown.cumsum(-1) - 1).clamp(min=0))
+        return super().forward(ids, attention, documents) + self.head(places)
+
+
 @pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("right", [True, False])
 def test_each_answers_attention_is_found_in_whichever_calls(right: bool, together: bool) -> None:
     """Positions that are counted from the attention are embedded in a call that the ids do not reach."""
     step = STEPS["preference"]()
-    model = step.model
-    model.places = nn.Embedding(12, 16)
-    plain = Tiny.forward
-
-    def forward(ids: Tensor, attention: Tensor | None = None) -> Tensor:
-        shown = torch.ones_like(ids) if attention is None else attention
-        return plain(model, ids, attention) + model.head(model.places((shown.cumsum(-1) - 1).clamp(min=0)))
-
-    model.forward = forward
-    sides = ("chosen", "rejected")
+    model, sides = Placed(), ("chosen", "rejected")
+    for key in ("rejected_attention", "rejected_mask"):
+        step.batch[key][:2, 5:] = 0
 
     def loss(_: nn.Module, batch: Mapping[str, Any]) -> Any:
         b = {**batch, "chosen_attention": batch["a"], "rejected_attention": batch["b"]}
@@ -181,8 +185,7 @@ def test_each_answers_attention_is_found_in_whichever_calls(right: bool, togethe
 
     names = {"chosen_attention": "a", "rejected_attention": "b"}
     verdict = audit(model, loss, {names.get(k, k): v for k, v in step.batch.items()}, laws=[pairs.LAW])
-    assert {note.partition(" (")[0] for note in verdict.notes} >= {
-        f"guessed: {k} is {role}" for role, k in names.items()
-    }
+    guesses = {note.partition(" (")[0] for note in verdict.notes}
+    assert guesses >= {f"guessed: {k} is {role}" for role, k in names.items()}
     (row,) = [f for f in verdict.findings if f.subject == "identical pairs"]
     assert row.outcome == ("holds" if right else "fails"), str(verdict)

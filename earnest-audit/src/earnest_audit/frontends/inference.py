@@ -28,7 +28,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from earnest_audit.edits import next_of
+from earnest_audit.edits import SIDES, next_of
 from earnest_audit.frontends.first_edition import renamed
 from earnest_audit.measure import Batch, Reading, listening
 from earnest_audit.precision import is_coarse
@@ -215,20 +215,25 @@ class _Inference:
                 self._add(key, "group", "likely", "a whole number for each row, and the gradient depends on it")
 
     def _masks(self, keys: Sequence[str]) -> None:
-        sides = {role: key for role, key in self.roles.items() if role in ("chosen", "rejected")}
+        sides, both = {role: key for role, key in self.roles.items() if role in SIDES}, list[str]()
         for key in [] if self.unclear else keys:
             calls = self.calls[key]
             kind, reader = ("attention", "the layers read") if calls else ("mask", "only the loss reads")
             why = f"zeros and ones that {reader}"
             mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
             if calls and len(mine) > 1:  # both answers in one call: ids under their own padding do not matter
-                mine = [role for role in mine if not self._matters_under(key, sides[role])]
+                mine = [r for r in mine if self.batch[key].shape == self.batch[sides[r]].shape]
+                mine = [r for r in mine if not self._matters_under(key, sides[r])]
+                both += [key] * (len(mine) > 1)
             if len(mine) == 1:
                 self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
             elif not sides and calls and self._is_documents(key):
                 self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
             elif not sides:
                 self._add(key, kind, "sure", why)
+        left = [role for role in sides if f"{role}_attention" not in self.roles]
+        for role, key in zip(left, both, strict=True) if len(left) == len(both) else ():
+            self._add(key, f"{role}_attention", "likely", "zeros and ones that the layers read, with both answers")
 
     def _is_documents(self, key: str) -> bool:
         """Whether zeros and ones are two documents in a row or left padding: ids under padding do not matter."""

@@ -55,9 +55,8 @@ def _equal(probe: Probe) -> Finding:
     of 2, whose mean is exact. What is left where all rows have the same is no matter of groups (a price of length)."""
     step, base, key = probe.step, on_policy(probe), probe.step.roles["rewards"]
     _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
-    least, most = (
-        torch.where(v == 0, v, v.sign() * 2.0 ** v.abs().log2().round()) for v in base[key].float().aminmax()
-    )
+    ends = base[key].float().aminmax()
+    least, most = (torch.where(v == 0, v, v.sign() * 2.0 ** v.abs().log2().round()) for v in ends)
     most = most if bool(most > least) else least.abs() * 2 + 1
     one, other = (
         probe.gradient({**base, key: values.to(base[key].dtype)}, probe.quiet)
