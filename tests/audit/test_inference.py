@@ -169,8 +169,8 @@ def test_each_answers_attention_is_found_in_whichever_calls(right: bool, togethe
     """Positions that are counted from the attention are embedded in a call that the ids do not reach."""
     step = STEPS["preference"]()
     model, sides = Placed(), ("chosen", "rejected")
-    for key in ("rejected_attention", "rejected_mask"):
-        step.batch[key][:2, 5:] = 0
+    step.batch["rejected_attention"][:2, 5:] = 0
+    step.batch["rejected_mask"][:2, 4:] = 0
 
     def loss(_: nn.Module, batch: Mapping[str, Any]) -> Any:
         b = {**batch, "chosen_attention": batch["a"], "rejected_attention": batch["b"]}
