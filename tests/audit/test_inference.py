@@ -180,7 +180,7 @@ def test_each_answers_attention_is_found_in_whichever_calls(right: bool, togethe
         else:
             ids, shown, mask = (torch.cat([b[s + end] for s in sides]) for end in ("", "_attention", "_mask"))
             sums = list((logprobs(model, {"ids": ids, "attention": shown}) * mask).sum(-1).chunk(2))
-        gap = sums[0] - b["ref_chosen"] - (1.0 if right else 0.7) * (sums[1] - b["ref_rejected"])
+        gap = sums[0] - b["ref_chosen"] - (1.0 if right else 0.95) * (sums[1] - b["ref_rejected"])
         return -F.logsigmoid(0.1 * gap).mean()
 
     names = {"chosen_attention": "a", "rejected_attention": "b"}
