@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from earnest_audit.gradient import Gradient
-from earnest_audit.restore import calling, copied, empty_grads, observed, put_back, remembered
+from earnest_audit.restore import calling, copied, empty_grads, put_back, remembered
 from earnest_audit.step import Loss, Step, StepError
 
 Batch = dict[str, Any]
@@ -228,20 +228,6 @@ class Measure:
         if key not in self._batches:
             self._batches[key] = make()
         return self._batches[key]
-
-
-@contextmanager
-def listening(model: nn.Module) -> Iterator[list[float]]:
-    """Inside the block, every call of a layer with its own parameters appends a number that depends on all outputs."""
-    seen: list[float] = []
-
-    def listen(_module: nn.Module, _inputs: Any, output: Any) -> None:
-        if isinstance(output, Tensor):
-            flat = output.detach().double().flatten()
-            seen.append(float(flat @ torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device))))
-
-    with observed([m for m in model.modules() if any(p is not None for p in m._parameters.values())], listen):
-        yield seen
 
 
 def fresh(batch: Mapping[str, Any]) -> Batch:

@@ -271,7 +271,7 @@ def test_attention_that_belongs_to_neither_answer_must_be_declared(names: tuple[
     (row,) = [f for f in verdict.findings if f.subject == IDENTICAL]
     named = "chosen_read" in names
     assert row.outcome == ("not declared" if not named else "holds" if right else "fails")
-    way = 'roles={"chosen_attention": …, "rejected_attention": …} (the layers read seen_w, seen_l'
+    way = 'roles={"chosen_attention": …, "rejected_attention": …}, or masks, for seen_w, seen_l'
     assert named or way in row.meaning
     assert any("chosen_read and rejected_read belong to the two answers" in note for note in verdict.notes) == named
     declared = Step(step.model, loss, batch, {**step.roles, **keys}, settings={"beta": 0.1})

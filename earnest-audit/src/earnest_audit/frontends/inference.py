@@ -20,8 +20,8 @@ A guess is "sure" or "likely"; a verdict lists all of them, and the tensors for 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -30,9 +30,10 @@ from torch import Tensor, nn
 
 from earnest_audit.edits import SIDES, next_of
 from earnest_audit.frontends.first_edition import renamed
-from earnest_audit.measure import Batch, Reading, listening
+from earnest_audit.measure import Batch, Reading
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
+from earnest_audit.restore import observed
 from earnest_audit.step import Step, check_fields
 
 Sureness = Literal["sure", "likely"]
@@ -133,7 +134,7 @@ class _Inference:
 
     def _seen(self, batch: Batch) -> tuple[Reading, list[float]]:
         """The reading of a batch, and a number for each call of a layer that has parameters of its own."""
-        with listening(self.probe.step.model) as layers:
+        with _listening(self.probe.step.model) as layers:
             reading = self.probe.read(batch)
         return reading, layers
 
@@ -335,6 +336,20 @@ class _Inference:
         elif raised:
             side, way = ("chosen", "raises") if raised > 0 else ("rejected", "lowers")
             self._add(key, f"reference_{side}", "sure", f"raising it {way} the loss")
+
+
+@contextmanager
+def _listening(model: nn.Module) -> Iterator[list[float]]:
+    """Inside the block, every call of a layer with its own parameters appends a number that depends on all outputs."""
+    seen: list[float] = []
+
+    def listen(_module: nn.Module, _inputs: Any, output: Any) -> None:
+        if isinstance(output, Tensor):
+            flat = output.detach().double().flatten()
+            seen.append(float(flat @ torch.cos(torch.arange(flat.numel(), dtype=torch.float64, device=flat.device))))
+
+    with observed([m for m in model.modules() if any(p is not None for p in m._parameters.values())], listen):
+        yield seen
 
 
 def _named_otherwise(key: str, role: str) -> bool:

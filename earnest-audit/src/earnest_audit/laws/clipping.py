@@ -10,8 +10,7 @@ Needs: a setting of the kind clip with a value below 1; roles behaviour and adva
 logprobs=fn
 How: Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's derivative by
 its behaviour and proximal log-probs together. Whose ratio it is, is measured: where one token of a row moves and the
-others' weights with it, it is the product over the row. Where the step makes its own advantages, their signs are those
-of the weights at ratio 1.
+others' weights with it, it is the product over the row. A row's sign is that of its weights at ratio 1.
 Exceptions: Not checked where rows interact by declaration (advantages that are whitened have other signs), where
 tokens are dropped by declaration (a threshold that removes whole rows), or where rewards contain a KL. Soft clips
 (SAPO) and one-sided ones (CISPO) have settings with other names and are not checked.
@@ -60,7 +59,7 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable("clip", "rows interact by declaration: a row's sign in the loss is not known"))
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
-    inside, done, undone = _pulls(probe, cases, _usual(probe))
+    inside, done, undone = _pulls(probe, cases)
     right = inside > INSIDE and done < DONE and undone > UNDONE
     if step.drops_tokens and not right:
         raise Ends(LAW.not_applicable("clip", "tokens are dropped by declaration"))
@@ -93,65 +92,57 @@ def clip_range(probe: Probe) -> tuple[float | None, float | None]:
     return low, high or low
 
 
-def _usual(probe: Probe) -> Tensor:
-    """Every token's gradient weight at ratio 1."""
+def _usual(probe: Probe) -> Tensor | None:
+    """Every token's gradient weight at ratio 1; None where only one sign of the advantages has any."""
     found, given = at_one(probe).inputs, probe.step.roles.get("advantages")
     if given is None and (kl := found.get("reference")) is not None and bool((kl != 0).any()):
         raise Ends(LAW.not_applicable("clip", "the rewards contain a KL to the reference, and with it the behaviour"))
-    usual = token_weights(found)
-    if usual is None:
+    if (usual := token_weights(found)) is None:
         raise Ends(LAW.not_applicable("clip", "the ratio is under a stop-gradient, it has no slope"))
-    if given is None or bool(usual.flatten(1).any(-1).all()):  # linear in the advantages
+    rows = usual.flatten(1).any(-1)
+    if given is None or bool(rows.all()):
         return usual
-    base = on_policy(probe)  # one sign has no gradient
-    usual = token_weights(probe.slopes(edits.SAMPLERS, {**base, given: base[given].abs()}, probe.quiet).inputs)
-    return torch.zeros_like(base[probe.step.roles[probe.step.ratio_role]]) if usual is None else usual
+    base = on_policy(probe)
+    other = token_weights(probe.slopes(edits.SAMPLERS, {**base, given: base[given].abs()}, probe.quiet).inputs)
+    return None if other is None or not torch.equal(other.flatten(1).any(-1), rows) else usual
 
 
 def _is_product(probe: Probe, usual: Tensor) -> bool:
     """Whether the ratio is the product over a row: where the first token of every row moves, inside the range, the
     others' weights change as its ratio does."""
-    base, weighs = on_policy(probe), usual.flatten(1) != 0
-    first = torch.zeros_like(weighs).scatter_(1, weighs.int().argmax(1, keepdim=True), True)
-    others, first = (weighs & ~first).reshape(usual.shape), first.reshape(usual.shape)
-    by, samplers = math.log(reach(probe)), [probe.step.roles[r] for r in edits.SAMPLERS if r in probe.step.roles]
-    moved = {k: torch.where(first.reshape(base[k].shape), base[k] - by, base[k]) for k in samplers}
+    base, first, by = on_policy(probe), (usual != 0).flatten(1).int().argmax(1, keepdim=True), math.log(reach(probe))
+    step = torch.zeros_like(usual).flatten(1).scatter(1, first, by).reshape(usual.shape)
+    moved = {k: base[k] - step for r in edits.SAMPLERS if (k := probe.step.roles.get(r)) is not None}
     slope = token_weights(probe.slopes(edits.SAMPLERS, {**base, **moved}, probe.quiet).inputs)
-    here, there = (0.0 if w is None else float((w.abs() * others).sum()) for w in (usual, slope))
+    here, there = (0.0 if w is None else float(w[step == 0].abs().sum()) for w in (usual, slope))
     return here > 0 and there > 0 and math.log(there / here) > PRODUCT * by
 
 
-def _pulls(probe: Probe, cases: list[tuple[float, int]], usual: Tensor) -> Pulls:
-    """Every row at the ratio of a case, by turns: with its sign, where advantages are given; else in cases of its own
-    sign. In a row with both signs only the tokens of the case's sign count."""
-    step, base = probe.step, dict(on_policy(probe))
-    key, rows, product = step.roles.get("advantages"), len(usual), _is_product(probe, usual)
-    if key is not None:
-        turns = [[(start + row) % len(cases) for row in range(rows)] for start in range(0, len(cases), rows)]
-        usual = usual.abs()
-    else:
-        own = [[c for c, (_, sign) in enumerate(cases) if sign * float(row.sum()) > 0] for row in usual]
-        turns = [[mine[(row + turn) % 3] if mine else 0 for row, mine in enumerate(own)] for turn in range(3)]
-    if not bool(usual.any()):
+def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> Pulls:
+    """By turns, every row at the ratios of the cases of its own sign. In a row with both signs only the tokens of the
+    case's sign count."""
+    base, usual, found = on_policy(probe), _usual(probe), dict[int, float]()
+    if usual is None:
         return 0.0, 0.0, 0.0
-    found: dict[int, float] = {}
-    for chosen in turns:
+    product, positive = _is_product(probe, usual), (usual.flatten(1).sum(-1) > 0).tolist()
+    own = {up: [c for c, (_, sign) in enumerate(cases) if (sign > 0) == up] for up in (True, False)}
+    for turn in range(3):
+        chosen = [own[up][(row + turn) % 3] for row, up in enumerate(positive)]
         batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if product else None)
-        sign = usual.new_tensor([cases[c][1] for c in chosen]).reshape(-1, *[1] * (usual.ndim - 1))
-        if key is not None:
-            batch[key] = base[key].abs() * sign.to(base[key].dtype).reshape(-1, *[1] * (base[key].ndim - 1))
         slope = token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
-        slope = torch.zeros_like(usual) if slope is None else slope
-        asked = possible & ((usual if key is not None else usual * sign) > 0)
-        for row, case in enumerate(chosen):
-            whole = float((usual[row].abs() * asked[row]).sum())
+        sign = usual.new_tensor([cases[c][1] for c in chosen]).reshape(-1, *[1] * (usual.ndim - 1))
+        asked = possible & (usual * sign > 0)
+        sums = [0.0 * usual if w is None else w.abs() * asked for w in (usual, slope)]
+        for case, whole, got in zip(chosen, *(w.flatten(1).sum(-1).tolist() for w in sums), strict=True):
             if whole > 0:
-                got = float((slope[row].abs() * asked[row]).sum()) / (whole * cases[case][0])
-                found[case] = (max if case in (2, 3) else min)(found.get(case, got), got)
-    sides = [[found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5))]
-    if not all(sides) or (key is not None and len(found) < len(cases)):
+                share = got / (whole * cases[case][0])
+                found[case] = (max if case in (2, 3) else min)(found.get(case, share), share)
+        if len(found) == len(cases):
+            break
+    inside, done, undone = ([found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5)))
+    if not (inside and done and undone):
         raise Ends(LAW.not_applicable("clip", "no row has a gradient for every side of the clip"))
-    return min(sides[0]), max(sides[1]), min(sides[2])
+    return min(inside), max(done), min(undone)
 
 
 def _at_ratios(

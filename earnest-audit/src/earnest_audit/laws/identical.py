@@ -19,6 +19,8 @@ twinkle #112 and aprender #2153 (forward and reverse swapped)
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 
@@ -75,29 +77,24 @@ def _direction(probe: Probe, part: Part, key: str) -> Rows:
     """For a teacher that is certain of one token, ∇KL(teacher ‖ student) is that token's ∇NLL, ∇KL(student ‖ teacher)
     is not. By the kind of an option, its present mode is the nearest to it, or is not."""
     step, teacher = probe.step, probe.step.batch[key]
-    option = next((n for n in step.options if step.kinds.get(n) in DIRECTIONS), None)
-    if option is None or teacher.ndim < 3:
-        return
-    own: Tensor = probe.forward(step.student)
-    if own.shape != teacher.shape or not own.is_floating_point():
-        return
-    sure = {**step.batch, key: opposite_teacher(teacher, own.detach())}
-    logs = own.log() if edits.probability_like(own.detach()) else own.log_softmax(-1)
-    picked = logs.gather(-1, sure[key].argmax(-1, keepdim=True))[..., 0]
-    wanted = probe.pull(-(picked * edits.taken(step, picked)).sum())
-    mode, *others = (
-        Part({**part.knobs, option: m}, part.less).gradient(probe, sure).cosine(wanted) for m in step.options[option]
-    )
-    kind, name = step.kinds[option], step.options[option][0]
-    row = probe.descends(
-        f"option {option}: {name} is a {kind}",
-        f"cosine {mode:.2f} to ∇NLL of a certain teacher's token, the other modes up to {max(others):.2f}",
-        mode - max(others) if kind == "forward kl" else max(others) - mode,
-        "A forward KL is KL(teacher ‖ student), which for a certain teacher is its token's likelihood: of all modes it "
-        f"is the nearest to that. Here {name} is not where a {kind} is: forward and reverse are swapped, or the "
-        "arguments of a KL function are.", -CLEAR,
-    )  # fmt: skip
-    yield LAW.doubtful(row) if option in step.guesses else row
+    for option in (n for n in step.options if step.kinds[n] in DIRECTIONS and teacher.ndim > 2):
+        own: Tensor = probe.forward(step.student).reshape(teacher.shape)
+        sure = {**step.batch, key: opposite_teacher(teacher, own.detach())}
+        logs = own.log() if edits.probability_like(own.detach()) else own.log_softmax(-1)
+        picked = logs.gather(-1, sure[key].argmax(-1, keepdim=True))[..., 0]
+        wanted = probe.pull(-(picked * edits.taken(step, picked)).sum())
+        modes = (replace(part, knobs={**part.knobs, option: mode}) for mode in step.options[option])
+        here, *others = (mode.gradient(probe, sure).cosine(wanted) for mode in modes)
+        kind, name = step.kinds[option], step.options[option][0]
+        row = probe.descends(
+            f"option {option}: {name} is a {kind}",
+            f"cosine {here:.2f} to ∇NLL of a certain teacher's token, the other modes up to {max(others):.2f}",
+            here - max(others) if kind == "forward kl" else max(others) - here,
+            "A forward KL is KL(teacher ‖ student), which for a certain teacher is its token's likelihood: of all modes "
+            f"it is the nearest to that. Here {name} is not where a {kind} is: forward and reverse are swapped, or the "
+            "arguments of a KL function are.", -CLEAR,
+        )  # fmt: skip
+        yield LAW.doubtful(row) if option in step.guesses else row
 
 
 def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.parts import Part, RelativeGradient, relative, undeclared
+from earnest_audit.laws.parts import Part, RelativeGradient, parts, relative, undeclared
 from earnest_audit.limits import NEAR, beside
-from earnest_audit.measure import listening
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
@@ -71,26 +69,13 @@ def _identical(probe: Probe, same: edits.Batch, found: list[RelativeGradient]) -
     )  # fmt: skip
     if row.outcome == "holds":
         return row
-    if others := _of_neither(probe):
-        how = 'roles={"chosen_attention": …, "rejected_attention": …}'
-        return LAW.not_declared(IDENTICAL, f"{how} (the layers read {', '.join(others)}, which no role pairs)")
-    missing = undeclared(probe, probe.step.batch, same, probe.tolerance)
-    return row if missing is None else LAW.not_declared(IDENTICAL, missing)
-
-
-def _of_neither(probe: Probe) -> list[str]:
-    """The tensors that the model's layers read and that belong to neither answer: the layers compute something else
-    where their entries change place."""
     step, known = probe.step, {*probe.step.roles.values(), *probe.step.sides, *probe.step.sides.values()}
-
-    def heard(key: str) -> list[float]:
-        with listening(step.model) as layers, suppress(Exception):  # the step may refuse it
-            probe.look({**step.batch, key: step.batch[key].flip(0, 1)} if key else dict(step.batch))
-        return layers
-
-    found = [k for k, v in step.batch.items() if k not in known and isinstance(v, Tensor) and v.ndim > 1]
-    usual = heard("") if found else []
-    return [key for key in found if heard(key) != usual]
+    others = [k for k, v in step.batch.items() if k not in known and isinstance(v, Tensor) and v.ndim > 1]
+    with probe.may_refuse(IDENTICAL):
+        others = [k for k in others if probe.change({**same, k: same[k].flip(0, 1)}, same) > probe.tolerance]
+    roles = f'roles={{"chosen_attention": …, "rejected_attention": …}}, or masks, for {", ".join(others)},'
+    missing = roles if others else undeclared(probe, step.batch, same, probe.tolerance)
+    return LAW.not_declared(IDENTICAL, missing) if missing else row
 
 
 def swapped(step: Step, batch: Mapping[str, Any]) -> edits.Batch:
@@ -129,7 +114,7 @@ def _identical_answers(step: Step) -> edits.Batch:
 
 def _remaining(probe: Probe) -> Part:
     """The loss without its declared terms, where anything is left of it."""
-    part = Part({**probe.step.terms_off, **probe.step.pure})
+    part = next(parts(probe))
     return part if part.gradient(probe, None).norm() > 0 else Part({})
 
 
@@ -137,15 +122,15 @@ def _margin(probe: Probe, part: Part) -> Rows:
     """Descending the loss must widen the margin; and at the reference every pair has the same weight."""
     step = probe.step
     units = _units(step, torch.stack(tuple(probe.forward(step.logprobs))))
-    wider = [probe.pull((now[0] - now[1]).sum(), retain=True) for now in units.values()]
-    cosine = widest = -part.gradient(probe, step.batch).cosine(wider[0])
+    wider = {unit: probe.pull((now[0] - now[1]).sum(), retain=True) for unit, now in units.items()}
+    cosine = widest = -part.gradient(probe, step.batch).cosine(wider[""])
     measured = f"cosine {beside(cosine, NEAR)} between -∇L and ∇(chosen - rejected)"
-    referred, alike = set(REFERENCES) <= step.roles.keys(), [0.0]
+    referred = set(REFERENCES) <= step.roles.keys()
     if referred:  # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
-        there = _at_reference(probe, part, {unit: now.detach() for unit, now in units.items()})
-        alike = [-there.cosine(w) for w in wider]
-        widest = max(cosine, alike[0])
-        measured += f", {beside(alike[0], NEAR)} at the reference" if cosine <= NEAR else ""
+        there = _at_reference(probe, part, units)
+        alike = {unit: -there.cosine(w) for unit, w in wider.items()}
+        widest = max(cosine, alike[""])
+        measured += f", {beside(alike[''], NEAR)} at the reference" if cosine <= NEAR else ""
     yield probe.descends(
         "descending widens the margin", measured, widest,
         "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", NEAR,
@@ -153,12 +138,11 @@ def _margin(probe: Probe, part: Part) -> Rows:
     if referred and (not step.pairwise or step.value_is_loss is False):
         yield LAW.not_applicable(ALIKE, "pairs weigh differently by declaration")
     elif referred:
-        off, *others = (1 - abs(c) for c in alike)
         room = max(probe.tolerance, 1e-2)
-        fits = [unit for unit, other in zip(list(units)[1:], others, strict=True) if other <= room < off]
+        fits = [unit for unit, c in alike.items() if abs(c) >= 1 - room]
         way = f"logprobs= in the unit that the loss compares ({', '.join(fits)})"
-        yield LAW.not_declared(ALIKE, way) if fits else LAW.agrees(
-            ALIKE, off, room,
+        yield LAW.not_declared(ALIKE, way) if fits and "" not in fits else LAW.agrees(
+            ALIKE, 1 - abs(alike[""]), room,
             "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
             "reference enters with the wrong sign, on the wrong side, or normalised differently; or pairs have weights "
             "of their own: declare them (role weights; value_is_loss=False where the loss makes them under a detach); "
@@ -172,26 +156,24 @@ def _units(step: Step, now: Tensor) -> dict[str, Tensor]:
     masks = [m for side in edits.SIDES if (m := step.value(f"{side}_mask")) is not None]
     counts = torch.stack([m.flatten(1).sum(-1).clamp(min=1) for m in masks]) if len(masks) == 2 else None
     fits = counts is not None and counts.shape == now.shape
-    return {"as it is": now} | ({"over the lengths": now / counts, "times the lengths": now * counts} if fits else {})
+    return {"": now} | ({"over the lengths": now / counts, "times the lengths": now * counts} if fits else {})
 
 
 def _at_reference(probe: Probe, part: Part, units: dict[str, Tensor]) -> Gradient:
     """∇L where the policy is its own reference, and every pair counts alike. The reference is in the unit of
-    ``logprobs``, unless the stored numbers are several times nearer to another one."""
+    ``logprobs``, unless the stored numbers are several times nearer to another one, which is noted."""
     step = probe.step
     batch = dict(step.batch)
     for role in (r for r in ("weights", "margin") if r in step.roles):
         value: Tensor = batch[step.roles[role]]
         mean = value.float().mean().to(value.dtype).expand_as(value).clone()
         batch[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
-    declared = units["as it is"]
-    stored = torch.stack([batch[step.roles[role]].reshape(declared[0].shape) for role in REFERENCES])
-    far = {unit: float((stored / now).log().abs().max()) for unit, now in units.items()}
-    if far[unit := min(far, key=far.__getitem__)] >= far["as it is"] / 3:
-        unit = "as it is"
-    elif (note := f"guessed from numbers: the references are in the unit of logprobs {unit}") not in probe.notes:
-        probe.notes += (note,)
-    for role, own in zip(REFERENCES, units[unit], strict=True):
+    stored = torch.stack([batch[step.roles[role]].reshape(units[""][0].shape) for role in REFERENCES])
+    far = {unit: float((stored / now.detach()).log().abs().max()) for unit, now in units.items()}
+    unit = nearest if far[nearest := min(far, key=far.__getitem__)] < far[""] / 3 else ""
+    note = f"guessed from numbers: the references are in the unit of logprobs {unit}"
+    probe.notes += (note,) if unit and note not in probe.notes else ()
+    for role, own in zip(REFERENCES, units[unit].detach(), strict=True):
         old: Tensor = batch[step.roles[role]]
         batch[step.roles[role]] = own.reshape(old.shape).to(old.dtype)
     return part.gradient(probe, batch)
@@ -199,10 +181,10 @@ def _at_reference(probe: Probe, part: Part, units: dict[str, Tensor]) -> Gradien
 
 def _target(probe: Probe, part: Part) -> Rows:
     """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, less so with a larger
-    target, so a far larger one decides. Of another number with a target's name a smaller one does not strengthen it."""
-    step, knob, key = probe.step, probe.step.first("target"), probe.step.roles.get("margin")
-    name = key or (knob if knob is not None and step.knobs[knob] > 0 else None)
-    if name is None or step.rows_interact or not probe.afford(5, keep=0.0):
+    target, so a far larger one decides. Another number of that name does not strengthen a pair where it is smaller."""
+    step, key = probe.step, probe.step.roles.get("margin")
+    name = key or step.first("target")
+    if name is None or step.rows_interact or not (key or step.knobs[name] > 0) or not probe.afford(4, keep=0.0):
         return
     one, subject = edits.take_rows(step, torch.tensor([0])), f"a larger {name}"
 
@@ -212,13 +194,13 @@ def _target(probe: Probe, part: Part) -> Rows:
         return Part(knobs, part.less).gradient(probe, batch).norm()
 
     with probe.may_refuse(subject):
-        here, least = pull(0.0), 1 - max(probe.tolerance, 1e-3)
-        there = max(pull(float(one[key].abs().max()) + 1 if key else step.knobs[name]), pull(1e3))
-        if not math.isfinite(there) or (there <= here * least and not here * least < pull(-1e3) < math.inf):
-            raise Ends(LAW.not_applicable(subject, "a smaller one does not strengthen a pair either"))
+        size = float(one[key].abs().max()) + 1 if key else step.knobs[name]
+        here, larger, smaller = pull(0.0), max(pull(size), pull(1e3)), pull(-1e3)
+    least = here * (1 - max(probe.tolerance, 1e-3))
+    if larger < least and not least < smaller < math.inf:
+        raise Ends(LAW.not_applicable(subject, "nor does a smaller one strengthen a pair"))
     row = probe.descends(
-        subject, f"one pair's gradient is {there / max(here, 1e-300):.3g} of what it was",
-        there / max(here, 1e-300),
+        subject, f"one pair's gradient is {larger:.3g}, before {here:.3g}", larger,
         f"{name} is the margin by which the chosen answer must win, so a larger one needs a larger gradient. Here the "
         "gradient shrinks: it is added to the margin instead of subtracted, or its sign is reversed.", least,
     )  # fmt: skip

@@ -10,14 +10,13 @@ setting has none, that setting's kind is not declared.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from earnest_audit.gradient import Gradient
 from earnest_audit.probe import Probe
-from earnest_audit.step import Step
 
 SEPARATES = 100.0  # times its weight a term exceeds what it is subtracted from, in bf16 too; KG checks its kind
 
@@ -44,17 +43,13 @@ class Part:
         return max(probe.gradient(batch, self.knobs).norm(), rest)
 
 
-def quiet(step: Step) -> dict[str, Any]:
-    """Every declared term off, and ``pure`` settings at their value."""
-    return {**step.terms_off, **step.pure}
-
-
-def parts(probe: Probe) -> Iterator[Part]:
-    """What is left with every declared term off, then each term by itself."""
-    off = quiet(probe.step)
-    yield Part(off)
-    for knob in (k for k in (*probe.step.weights.values(), *probe.step.switches) if k not in probe.step.pure):
-        yield Part({**off, knob: SEPARATES * float(probe.step.declared[knob].value or 1.0)}, off, knob)
+def parts(probe: Probe, *more: str) -> Iterator[Part]:
+    """What is left with every declared term (and ``more``) off, then each term (or only ``more``) by itself."""
+    step = probe.step
+    quiet = {**step.terms_off, **step.pure, **dict.fromkeys(more, 0.0)}
+    yield Part(quiet)
+    for knob in more or [k for k in (*step.weights.values(), *step.switches) if k not in step.pure]:
+        yield Part({**quiet, knob: SEPARATES * float(step.declared[knob].value or 1.0)}, quiet, knob)
 
 
 @dataclass(frozen=True)
@@ -70,15 +65,15 @@ class RelativeGradient:
 
 
 def relative(
-    probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float, of: Iterable[Part] = ()
+    probe: Probe, usual: Mapping[str, Any], same: Mapping[str, Any], room: float, *more: str
 ) -> list[RelativeGradient]:
     """Of every part that has a gradient on ``usual``, up to one that has none on ``same``, which comes first."""
     found: list[RelativeGradient] = []
-    for part in of or parts(probe):
+    for part in parts(probe, *more):
         try:
             present = part.gradient(probe, usual)
         except Exception:
-            if part.less is None and not of:
+            if part.less is None and not more:
                 raise
             continue  # the step refuses such a weight, as it may
         if present.norm() <= probe.tolerance * (0.0 if part.less is None else part.scale(probe, usual)):
@@ -92,19 +87,17 @@ def relative(
     return found
 
 
-def undeclared(probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float) -> str | None:
+def undeclared(probe: Probe, usual: Mapping[str, Any], same: Mapping[str, Any], room: float) -> str | None:
     """What is to be declared where a setting of no known kind weighs a term linearly, and the loss without that term,
     or the term by itself, has no gradient on ``same``."""
-    step, off = probe.step, quiet(probe.step)
-    for knob, value in step.numbers.items():
-        known = knob in off or knob in step.guesses or step.declared[knob].kind != "setting"
-        if known or knob not in step.knobs or not value or not probe.afford(8):
-            continue
+    step = probe.step
+    plain = [k for k in step.numbers.keys() & step.knobs.keys() - step.guesses.keys() - step.pure.keys()
+             if step.declared[k].kind == "setting" and step.numbers[k] and probe.afford(8)]  # fmt: skip
+    for knob in sorted(plain):
+        off, term = parts(probe, knob)
         with suppress(Exception):  # the step refuses such a weight, as it may
-            none, here, twice = (probe.gradient(usual, {**off, knob: SEPARATES * value * n}) for n in (0.0, 1.0, 2.0))
-            if here.minus(none).distance(twice.minus(here)) > probe.tolerance:
-                continue
-            split = Part({**off, knob: 0.0}), Part({**off, knob: SEPARATES * value}, {**off, knob: 0.0}, knob)
-            if (found := relative(probe, usual, same, room, split)) and found[0].size <= room:
-                return f'settings={{"{knob}": Setting({value:g}, "weight")}}, if {knob} weighs another term,'
+            twice = Part({**term.knobs, knob: 2 * term.knobs[knob]}, off.knobs).gradient(probe, usual)
+            linear = twice.distance(term.gradient(probe, usual).times(2.0)) <= probe.tolerance
+            if linear and (found := relative(probe, usual, same, room, knob)) and found[0].size <= room:
+                return f'settings={{"{knob}": Setting({step.numbers[knob]:g}, "weight")}}, if it weighs another term,'
     return None

@@ -51,20 +51,15 @@ def check(probe: Probe) -> Rows:
 
 
 def _equal(probe: Probe) -> Finding:
-    """Every row of a group gets one reward, the groups by turns about the least and the greatest of the batch: powers
-    of 2, whose mean is exact. What is left where all rows have the same is no matter of groups (a price of length)."""
-    step, base, key = probe.step, on_policy(probe), probe.step.roles["rewards"]
-    _, group = base[step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
-    ends = base[key].float().aminmax()
-    least, most = (torch.where(v == 0, v, v.sign() * 2.0 ** v.abs().log2().round()) for v in ends)
-    most = most if bool(most > least) else least.abs() * 2 + 1
-    one, other = (
-        probe.gradient({**base, key: values.to(base[key].dtype)}, probe.quiet)
-        for values in (torch.where(group % 2 == 0, most, least), most.expand_as(base[key]).clone())
-    )
-    left = one.minus(other).norm() / max(at_one(probe).gradient.norm(), 1e-300)
+    """Every row of a group gets one reward, whose mean is exact, the groups different ones. What is left where all rows
+    have the same is no matter of groups (a price of length)."""
+    base, key = on_policy(probe), probe.step.roles["rewards"]
+    _, group = base[probe.step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
+    same = torch.ones_like(base[key])
+    apart = torch.where(group % 2 == 0, 1.0, 0.5 if same.is_floating_point() else 0.0).to(same.dtype)
+    one, other = (probe.gradient({**base, key: values}, probe.quiet) for values in (same, apart))
     return probe.vanishes(
-        "rewards that are equal within every group", left,
+        "rewards that are equal within every group", one.minus(other).norm() / max(at_one(probe).gradient.norm(), 1e-300),
         "All answers to each prompt have the same reward, and there is a gradient: the baseline is another group's, or "
         "the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against interleaved).",
         max(NEAR, probe.tolerance),
