@@ -92,53 +92,67 @@ def clip_range(probe: Probe) -> tuple[float | None, float | None]:
     return low, high or low
 
 
-def _usual(probe: Probe) -> Tensor | None:
-    """Every token's gradient weight at ratio 1; None where only one sign of the advantages has any."""
-    found, given = at_one(probe).inputs, probe.step.roles.get("advantages")
+def _weights(probe: Probe, batch: edits.Batch) -> Tensor | None:
+    return token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
+
+
+def _column(values: list[int], like: Tensor) -> Tensor:
+    return like.new_tensor(values).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _usual(probe: Probe) -> tuple[edits.Batch, Tensor | None]:
+    """A batch at ratio 1, of rows by turns of either sign where advantages are given, and every token's gradient weight
+    there; None where only one sign has any."""
+    base, found, given = dict(on_policy(probe)), at_one(probe).inputs, probe.step.roles.get("advantages")
     if given is None and (kl := found.get("reference")) is not None and bool((kl != 0).any()):
         raise Ends(LAW.not_applicable("clip", "the rewards contain a KL to the reference, and with it the behaviour"))
     if (usual := token_weights(found)) is None:
         raise Ends(LAW.not_applicable("clip", "the ratio is under a stop-gradient, it has no slope"))
-    rows = usual.flatten(1).any(-1)
-    if given is None or bool(rows.all()):
-        return usual
-    base = on_policy(probe)
-    other = token_weights(probe.slopes(edits.SAMPLERS, {**base, given: base[given].abs()}, probe.quiet).inputs)
-    return None if other is None or not torch.equal(other.flatten(1).any(-1), rows) else usual
+    if given is None:
+        return base, usual
+    a: Tensor = base[given]
+    if not bool((rows := usual.flatten(1).any(-1)).all()):
+        other = _weights(probe, {**base, given: -a})
+        if other is None or not torch.equal(other.flatten(1).any(-1), rows):
+            return base, None
+    signs = [1 - 2 * (row % 2) for row in range(len(a))]  # the gradient is linear in the advantages
+    return {**base, given: a.abs() * _column(signs, a)}, usual.abs() * _column(signs, usual)
 
 
-def _is_product(probe: Probe, usual: Tensor) -> bool:
+def _is_product(probe: Probe) -> bool:
     """Whether the ratio is the product over a row: where the first token of every row moves, inside the range, the
     others' weights change as its ratio does."""
-    base, first, by = on_policy(probe), (usual != 0).flatten(1).int().argmax(1, keepdim=True), math.log(reach(probe))
+    base, by, usual = on_policy(probe), math.log(reach(probe)), token_weights(at_one(probe).inputs)
+    assert usual is not None
+    first = (usual != 0).flatten(1).int().argmax(1, keepdim=True)
     step = torch.zeros_like(usual).flatten(1).scatter(1, first, by).reshape(usual.shape)
-    moved = {k: base[k] - step for r in edits.SAMPLERS if (k := probe.step.roles.get(r)) is not None}
-    slope = token_weights(probe.slopes(edits.SAMPLERS, {**base, **moved}, probe.quiet).inputs)
+    slope = _weights(probe, {**base, **{k: base[k] - step for k in _samplers(probe)}})
     here, there = (0.0 if w is None else float(w[step == 0].abs().sum()) for w in (usual, slope))
     return here > 0 and there > 0 and math.log(there / here) > PRODUCT * by
 
 
+def _samplers(probe: Probe) -> list[str]:
+    return [probe.step.roles[r] for r in edits.SAMPLERS if r in probe.step.roles]
+
+
 def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> Pulls:
-    """By turns, every row at the ratios of the cases of its own sign. In a row with both signs only the tokens of the
-    case's sign count."""
-    base, usual, found = on_policy(probe), _usual(probe), dict[int, float]()
+    """By turns, every row at the ratios of the cases of its own sign."""
+    (base, usual), found = _usual(probe), dict[int, float]()
     if usual is None:
         return 0.0, 0.0, 0.0
-    product, positive = _is_product(probe, usual), (usual.flatten(1).sum(-1) > 0).tolist()
+    product, positive = _is_product(probe), (usual.flatten(1).sum(-1) > 0).tolist()
     own = {up: [c for c, (_, sign) in enumerate(cases) if (sign > 0) == up] for up in (True, False)}
     for turn in range(3):
         chosen = [own[up][(row + turn) % 3] for row, up in enumerate(positive)]
         batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if product else None)
-        slope = token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
-        sign = usual.new_tensor([cases[c][1] for c in chosen]).reshape(-1, *[1] * (usual.ndim - 1))
+        slope = _weights(probe, batch)
+        sign = _column([cases[c][1] for c in chosen], usual)
         asked = possible & (usual * sign > 0)
         sums = [0.0 * usual if w is None else w.abs() * asked for w in (usual, slope)]
         for case, whole, got in zip(chosen, *(w.flatten(1).sum(-1).tolist() for w in sums), strict=True):
             if whole > 0:
                 share = got / (whole * cases[case][0])
                 found[case] = (max if case in (2, 3) else min)(found.get(case, share), share)
-        if len(found) == len(cases):
-            break
     inside, done, undone = ([found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5)))
     if not (inside and done and undone):
         raise Ends(LAW.not_applicable("clip", "no row has a gradient for every side of the clip"))
@@ -158,8 +172,7 @@ def _at_ratios(
     logs = torch.tensor(ratios, dtype=behaviour.dtype, device=behaviour.device).reshape(shape).log()
     moved = behaviour - logs / count
     possible = moved < -1e-6
-    both = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
-    return {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}, possible
+    return {**base, **dict.fromkeys(_samplers(probe), torch.where(possible, moved, behaviour))}, possible
 
 
 def _judged(step: Step) -> bool:

@@ -90,9 +90,9 @@ def _direction(probe: Probe, part: Part, key: str) -> Rows:
             f"option {option}: {name} is a {kind}",
             f"cosine {here:.2f} to ∇NLL of a certain teacher's token, the other modes up to {max(others):.2f}",
             here - max(others) if kind == "forward kl" else max(others) - here,
-            "A forward KL is KL(teacher ‖ student), which for a certain teacher is its token's likelihood: of all modes "
-            f"it is the nearest to that. Here {name} is not where a {kind} is: forward and reverse are swapped, or the "
-            "arguments of a KL function are.", -CLEAR,
+            "A forward KL is KL(teacher ‖ student), which for a certain teacher is its token's likelihood: of all "
+            f"modes it is the nearest to that. Here {name} is not where a {kind} is: forward and reverse are swapped, "
+            "or the arguments of a KL function are.", -CLEAR,
         )  # fmt: skip
         yield LAW.doubtful(row) if option in step.guesses else row
 

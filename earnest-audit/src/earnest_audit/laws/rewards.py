@@ -58,8 +58,9 @@ def _equal(probe: Probe) -> Finding:
     same = torch.ones_like(base[key])
     apart = torch.where(group % 2 == 0, 1.0, 0.5 if same.is_floating_point() else 0.0).to(same.dtype)
     one, other = (probe.gradient({**base, key: values}, probe.quiet) for values in (same, apart))
+    left = one.minus(other).norm() / max(at_one(probe).gradient.norm(), 1e-300)
     return probe.vanishes(
-        "rewards that are equal within every group", one.minus(other).norm() / max(at_one(probe).gradient.norm(), 1e-300),
+        "rewards that are equal within every group", left,
         "All answers to each prompt have the same reward, and there is a gradient: the baseline is another group's, or "
         "the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against interleaved).",
         max(NEAR, probe.tolerance),
