@@ -13,6 +13,7 @@ linearity check.
 Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
 gradient as a whole: neither is judged.
 Warns: (unless proximal, behaviour and advantages are declared: the ratio is to proximal, behaviour only corrects)
+advantages that the loss whitens over the batch (declare rows_interact=True),
 V-trace, where the returns contain the ratios of later tokens, and losses with another power of the ratio by design.
 Detects: slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared ratio
 """
