@@ -155,8 +155,9 @@ def _units(step: Step, now: Tensor) -> dict[str, Tensor]:
     """The log-probs of both sides [2, P] as they are declared, over the answers' lengths and times them."""
     masks = [m for side in edits.SIDES if (m := step.value(f"{side}_mask")) is not None]
     counts = torch.stack([m.flatten(1).sum(-1).clamp(min=1) for m in masks]) if len(masks) == 2 else None
-    fits = counts is not None and counts.shape == now.shape
-    return {"": now} | ({"over the lengths": now / counts, "times the lengths": now * counts} if fits else {})
+    if counts is None or counts.shape != now.shape:
+        return {"": now}
+    return {"": now, "over the lengths": now / counts, "times the lengths": now * counts}
 
 
 def _at_reference(probe: Probe, part: Part, units: dict[str, Tensor]) -> Gradient:
