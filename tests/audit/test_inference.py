@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from earnest_audit import Step, StepError, audit, infer
+from earnest_audit.laws import pairs
 from tests.audit.steps import STEPS, Tiny, grpo_loss, logprobs, policy_batch, policy_step, sft_step
 
 
@@ -156,3 +157,42 @@ def test_the_way_out_of_a_guess_is_named_where_there_was_one() -> None:
     for roles in ({}, step.roles):
         notes = infer(step.model, step.loss, step.batch, roles=roles).remarks
         assert any("instead of guessing" in note for note in notes) == (not roles)
+
+
+class Placed(Tiny):
+    def __init__(self) -> None:
+        super().__init__()
+        self.places = nn.Embedding(12, 16)
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None, documents: Tensor | None = None) -> Tensor:
+        shown = torch.ones_like(ids) if attention is None else attention
+        places: Tensor = self.places((shown.cumsum(-1) - 1).clamp(min=0))
+        return super().forward(ids, attention, documents) + self.head(places)
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("right", [True, False])
+def test_each_answers_attention_is_found_in_whichever_calls(right: bool, together: bool) -> None:
+    """Positions that are counted from the attention are embedded in a call that the ids do not reach."""
+    step = STEPS["preference"]()
+    model, sides = Placed(), ("chosen", "rejected")
+    step.batch["rejected_attention"][:2, 5:] = 0
+    step.batch["rejected_mask"][:2, 4:] = 0
+
+    def loss(_: nn.Module, batch: Mapping[str, Any]) -> Any:
+        b = {**batch, "chosen_attention": batch["a"], "rejected_attention": batch["b"]}
+        if not together:
+            sums = [(logprobs(model, {"ids": b[s], "attention": b[f"{s}_attention"]}) * b[f"{s}_mask"]).sum(-1)
+                    for s in sides]  # fmt: skip
+        else:
+            ids, shown, mask = (torch.cat([b[s + end] for s in sides]) for end in ("", "_attention", "_mask"))
+            sums = list((logprobs(model, {"ids": ids, "attention": shown}) * mask).sum(-1).chunk(2))
+        gap = sums[0] - b["ref_chosen"] - (1.0 if right else 0.95) * (sums[1] - b["ref_rejected"])
+        return -F.logsigmoid(0.1 * gap).mean()
+
+    names = {"chosen_attention": "a", "rejected_attention": "b"}
+    verdict = audit(model, loss, {names.get(k, k): v for k, v in step.batch.items()}, laws=[pairs.LAW])
+    guesses = {note.partition(" (")[0] for note in verdict.notes}
+    assert guesses >= {f"guessed: {k} is {role}" for role, k in names.items()}
+    (row,) = [f for f in verdict.findings if f.subject == "identical pairs"]
+    assert row.outcome == ("holds" if right else "fails"), str(verdict)

@@ -67,9 +67,7 @@ def announce(verdict: Verdict) -> None:
         listener(verdict)
 
 
-def _step(
-    step: Step, laws: Sequence[Law], progress: Callable[[str], None] | None, guess: Guess | None
-) -> Verdict:
+def _step(step: Step, laws: Sequence[Law], progress: Callable[[str], None] | None, guess: Guess | None) -> Verdict:
     if not step.trainable():
         return Verdict((judged("GL", "trainable parameters", "0", "at least 1", False, FROZEN),))
     probe = Probe(step) if guess is None else Probe(guess.settings(step), guess.metrics)
@@ -88,6 +86,9 @@ def _step(
 def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
     notes = [*edits.guesses(step)]
+    if step.kind == "preference" and (named := step.named_sides[0]):
+        pairs = ", ".join(f"{c} and {r}" for c, r in named.items())
+        notes.append(f"guessed from names: {pairs} belong to the two answers; roles={{role: key}} declares it")
     notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
     return (*notes, *step.remarks)
 

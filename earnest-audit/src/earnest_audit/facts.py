@@ -9,7 +9,7 @@ it from usual names (``frontends/names.py``); a verdict lists these guesses.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -22,10 +22,12 @@ Kind = Literal[
     "target",  # by how much the preferred answer has to win
     "smoothing",  # the share of pairs whose label is taken to be wrong
     "mixture",  # a mixture's weight, between 0 and 1
+    "forward kl",  # an option's present mode is KL(teacher ‖ student)
+    "reverse kl",  # … KL(student ‖ teacher)
     "inert",  # must not matter: chunk lengths, tile sizes, checkpointing
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
-CLIPS = ("clip", "clip high", "bound")
+CLIPS, DIRECTIONS = ("clip", "clip high", "bound"), ("forward kl", "reverse kl")
 MetricKind = Literal["share", "clipped share", "accuracy", "margin", "ratio", "kl to the sampler",
                      "kl to the reference", "chosen log-probs", "rejected log-probs", "entropy"]  # fmt: skip
 VALUES: dict[str, tuple[float | None, float | None, float | None]] = {
@@ -47,13 +49,15 @@ VALUES: dict[str, tuple[float | None, float | None, float | None]] = {
 class Setting:
     """Of the loss. ``modes``: the other modes of an option, each with a gradient of its own; where not every
     number is legal (a top-k, a number of ranks), the other legal ones. ``twins``: pairs of modes that share a gradient
-    by definition; ``pure``: the value that leaves the divergence or the preference alone."""
+    by definition; ``pure``: the value that leaves the divergence or the preference alone. ``guessed``: a front-end
+    read the kind from the name."""
 
     value: Any
     kind: Kind = "setting"
     modes: Sequence[Any] = ()
     twins: frozenset[tuple[Any, Any]] = frozenset()
     pure: Any = None
+    guessed: bool = False
 
 
 @dataclass(frozen=True)
@@ -81,3 +85,10 @@ class Metric:
         for name, value in zip(("low", "high", "neutral", "average"), usual, strict=False):
             if getattr(self, name) is None:
                 object.__setattr__(self, name, value)
+
+
+def sides(keys: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """Of names with "chosen" or "rejected" in them: chosen -> rejected where they are alike otherwise, and the rest."""
+    named = [k for k in sorted(keys) if "chosen" in k or "rejected" in k]
+    pairs = {k: other for k in named if (other := k.replace("chosen", "rejected")) != k and other in named}
+    return pairs, [k for k in named if k not in pairs and k not in pairs.values()]

@@ -95,10 +95,12 @@ class Probe(Measure):
         rest = found.distance(whole.times(factor))
         return factor, rest, rest <= self.tolerance and low <= factor <= high
 
-    def vanishes(self, subject: str, left: float, meaning: str) -> Finding:
-        """``left`` of the usual gradient."""
-        measured, expected = f"gradient {left:.2g} of the usual", f"0, up to {self.tolerance:.2g}"
-        return self.law.finding(subject, measured, expected, left <= self.tolerance, meaning)
+    def vanishes(self, subject: str, left: float, meaning: str, least: float = 0.0) -> Finding:
+        """``left`` of the usual gradient. ``least``: of the tolerance."""
+        room = max(least, self.tolerance)
+        return self.law.finding(
+            subject, f"gradient {left:.2g} of the usual", f"0, up to {room:.2g}", left <= room, meaning
+        )
 
     def descends(self, subject: str, measured: str, value: float, meaning: str, above: float = 0.0) -> Finding:
         return self.law.finding(subject, measured, f"above {above:g}", value > above, meaning)

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.facts import CLIPS, KINDS, VALUES, Kind, Metric, Setting
+from earnest_audit.facts import CLIPS, KINDS, VALUES, Kind, Metric, Setting, sides
 from earnest_audit.together import Together
 
 Role = Literal[
@@ -244,6 +244,12 @@ class Step:
         return {n: s.value for n, s in self.declared.items() if n not in self.options}
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """The present values of all settings that are numbers."""
+        values = {n: s.value for n, s in self.declared.items()}
+        return {n: v for n, v in values.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+    @property
     def pure(self) -> dict[str, Any]:
         """Settings at the values that leave the divergence or the preference alone."""
         return {n: s.pure for n, s in self.declared.items() if s.pure is not None}
@@ -299,6 +305,15 @@ class Step:
         return {n: s.kind for n, s in self.declared.items()}
 
     @property
+    def guesses(self) -> dict[str, Kind]:
+        """The kinds that a front-end guessed."""
+        return {n: s.kind for n, s in self.declared.items() if s.guessed}
+
+    def first(self, kind: Kind) -> str | None:
+        """The first setting of this kind that is a float."""
+        return next((n for n, k in self.kinds.items() if k == kind and isinstance(self.knobs.get(n), float)), None)
+
+    @property
     def remarks(self) -> tuple[str, ...]:
         """What the verdict adds to its notes."""
         return ()
@@ -306,7 +321,7 @@ class Step:
     @property
     def clips(self) -> list[str]:
         """The settings that bound the ratio, and have no effect at ratio 1."""
-        return [n for n, kind in self.kinds.items() if kind in CLIPS]
+        return [n for n, kind in self.kinds.items() if kind in CLIPS and n in self.numbers]
 
     def trainable(self) -> dict[str, nn.Parameter]:
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
@@ -339,6 +354,18 @@ class Step:
     def grouped(self) -> bool:
         """Whether rows are compared within their group."""
         return not self.roles.keys().isdisjoint({"group", "rewards"})
+
+    @property
+    def named_sides(self) -> tuple[dict[str, str], list[str]]:
+        """Tensors of the chosen answers -> those of the rejected ones, guessed from names where no role pairs them; and
+        those that are named after one side and have no counterpart."""
+        declared = sides(self.roles)[0].items()
+        return sides(self.batch.keys() - {self.roles[role] for pair in declared for role in pair})
+
+    @property
+    def sides(self) -> dict[str, str]:
+        """Tensors of the chosen answers -> those of the rejected ones: by their roles, or else guessed."""
+        return {self.roles[c]: self.roles[r] for c, r in sides(self.roles)[0].items()} | self.named_sides[0]
 
     @property
     def ratio_role(self) -> str:

@@ -37,7 +37,7 @@ def clipped(ratio: Tensor, a: Tensor, by: float = 0.2) -> Tensor:
     return -torch.minimum(ratio * a, ratio.clamp(1 - by, 1 + by) * a)
 
 
-def reward_step(place: str) -> Step:
+def reward_step(place: str, margin: float | None = None) -> Step:
     """A reward model that reads its score at the last token, or in front of the first that looks like padding."""
     model, batch = Tiny(), {}
     for seed, side in enumerate(("chosen", "rejected")):
@@ -53,7 +53,8 @@ def reward_step(place: str) -> Step:
             if place == "first":
                 last = torch.where((ids == 0).any(-1), (ids == 0).long().argmax(-1), ids.shape[1]) - 1
             scores.append(model(ids, shown)[torch.arange(len(ids)), last, 0])
-        return -F.logsigmoid(scores[0] - scores[1]).mean()
+        gap = scores[0] - scores[1]
+        return -F.logsigmoid(gap).mean() if margin is None else (margin - gap).relu().mean()
 
     return Step(model=model, loss=loss, batch=batch, roles={k: k for k in batch})
 
@@ -62,6 +63,14 @@ def reward_step(place: str) -> Step:
 def test_a_score_that_is_read_in_front_of_the_first_end(place: str) -> None:
     """transformers #35352."""
     assert ("fails" in outcomes(reward_step(place), masks.LAW).values()) == (place == "first")
+
+
+@pytest.mark.parametrize("place", ["first", "last"])
+def test_pairs_beyond_a_hinge_are_left_out(place: str) -> None:
+    """Some pairs have no gradient by design, and the others are still judged."""
+    step = reward_step(place, margin=0.2)
+    assert audit(step).holds == (place == "last")
+    assert ("fails" in outcomes(step, masks.LAW).values()) == (place == "first")
 
 
 @pytest.mark.parametrize("declared", [False, True])

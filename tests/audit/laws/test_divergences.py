@@ -138,6 +138,26 @@ def test_only_swapped_weights_grow_towards_both_ends(loss: Any, outcome: str, dt
     assert found["a mixture's weight alpha"] == outcome and found[IDENTICAL] == "holds"
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["setting", "forward kl"])
+@pytest.mark.parametrize("turned", [False, True])
+def test_forward_and_reverse_are_told_apart(turned: bool, kind: Any, dtype: torch.dtype) -> None:
+    """twinkle #112 and aprender #2153: the two are swapped. A kind that is guessed from names only warns."""
+    names = ("forward_kl", "reverse_kl") if kind == "setting" else ("a", "b")
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], temperature: float, side: str = names[0]) -> Tensor:
+        student, teacher = both(model, batch, temperature)
+        if (side == names[0]) == turned:
+            student, teacher = teacher, student
+        return mean((teacher.exp() * (teacher - student)).sum(-1), batch)
+
+    settings = {"side": Setting(names[0], kind, modes=names[1:]), "temperature": 1.5}
+    verdict = audit(step_of(loss, settings=settings, dtype=dtype), laws=[identical.LAW])
+    (row,) = [f for f in verdict.findings if f.subject.startswith("option side")]
+    assert row.outcome == ("holds" if not turned else "warns" if kind == "setting" else "fails"), row.measured
+    assert any("side is a forward kl" in note for note in verdict.notes) == (kind == "setting")
+
+
 @pytest.mark.parametrize("wrong", [False, True])
 def test_a_divergence_that_is_one_term_with_a_weight_is_judged_by_it(wrong: bool) -> None:
     def loss(model: nn.Module, batch: Mapping[str, Any], coef: float) -> Tensor:

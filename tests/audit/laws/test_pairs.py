@@ -84,7 +84,7 @@ def test_an_undeclared_weight_must_be_declared_and_a_broken_side_is_no_weight() 
     settings = {"settings": {"beta": 0.1, "alpha": 1.0}}
     found = audit(pair_step(with_nll, **settings), laws=[pairs.LAW]).findings
     (row,) = [f for f in found if f.subject == IDENTICAL]
-    assert row.outcome == "fails" and "declare its weight" in row.meaning
+    assert row.outcome == "not declared" and 'settings={"alpha": Setting(1, "weight")}' in row.meaning
     assert judged(pair_step(halved, **settings))[IDENTICAL] == "fails"
     assert judged(pair_step(halved, **settings, metrics={NLL: Metric(weight="alpha")}))[IDENTICAL] == "fails"
 
@@ -107,7 +107,8 @@ def test_a_preference_may_be_the_term_and_the_likelihood_the_rest(dtype: torch.d
     declared["metrics"] = {"or": Metric(weight="lam")}
     assert judged(pair_step(orpo, **declared))[IDENTICAL] == "holds"
     assert judged(pair_step(one_sided, **declared))[IDENTICAL] == "fails"
-    assert judged(pair_step(orpo, **{**declared, "metrics": {}}))[IDENTICAL] == "fails"
+    assert judged(pair_step(orpo, **{**declared, "metrics": {}}))[IDENTICAL] == "not declared"
+    assert judged(pair_step(one_sided, **{**declared, "metrics": {}}))[IDENTICAL] == "fails"
     unnamed = {**declared, "metrics": {}, "settings": {"lam": Setting(0.1, "weight")}}
     assert judged(pair_step(orpo, **unnamed))[IDENTICAL] == "holds"
     assert judged(pair_step(one_sided, **unnamed))[IDENTICAL] == "fails"
@@ -191,7 +192,7 @@ def test_pairs_with_weights_of_their_own(role: str | None) -> None:
 @pytest.mark.parametrize("declared", ["sums", "averages"])
 @pytest.mark.parametrize("seed", range(2))
 def test_references_in_another_unit_than_the_log_probs(seed: int, declared: str) -> None:
-    """IPO of averages with stored sums: right where the loss divides both, in whatever unit ``logprobs`` is."""
+    """IPO of averages with stored sums: right where the loss divides both; ``logprobs`` is what it compares."""
 
     def ipo(divided: bool) -> Any:
         def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
@@ -205,7 +206,11 @@ def test_references_in_another_unit_than_the_log_probs(seed: int, declared: str)
         given.logprobs = sequence_logprobs if declared == "sums" else averages
         return given
 
-    assert judged(ipo(True))[ALIKE] == "holds"
+    verdict = audit(ipo(True), laws=[pairs.LAW])
+    assert any("the references are in the unit of logprobs" in n for n in verdict.notes) == (declared == "averages")
+    (row,) = [f for f in verdict.findings if f.subject == ALIKE]
+    assert row.outcome == ("holds" if declared == "averages" else "not declared")
+    assert declared == "averages" or "(over the lengths)" in row.meaning
     assert judged(ipo(False))[ALIKE] == "fails"
 
 
@@ -245,3 +250,83 @@ def test_a_reference_that_holds_both_answers_is_made_equal_with_its_pair(mixed: 
     roles = {r: k for r, k in step.roles.items() if not r.startswith("reference")} | {"reference": "ref"}
     stacked = Step(step.model, loss, batch, roles, settings={"beta": 0.1}, logprobs=sequence_logprobs)
     assert judged(stacked)[IDENTICAL] == ("fails" if mixed else "holds")
+
+
+@pytest.mark.parametrize("right", [True, False])
+@pytest.mark.parametrize("names", [("chosen_read", "rejected_read"), ("seen_w", "seen_l")], ids=str)
+def test_attention_that_belongs_to_neither_answer_must_be_declared(names: tuple[str, str], right: bool) -> None:
+    """A role pairs it, or a name does, which the verdict lists; where neither does, nothing is accused."""
+    step = dpo_step()
+    step.batch["rejected_attention"][:, :2] = 0
+    keys = dict(zip(("chosen_attention", "rejected_attention"), names, strict=True))
+
+    def loss(model: nn.Module, given: Mapping[str, Any], beta: float) -> Any:
+        batch = {**given, **{key: given[name] for key, name in keys.items()}}
+        value, metrics = dpo_loss(model, batch, beta)
+        return value + (0.0 if right else 0.3 * sequence_logprobs(model, batch)[0].mean()), metrics
+
+    batch = {keys.get(key, key): value for key, value in step.batch.items()}
+    plain = Step(step.model, loss, batch, step.roles, settings={"beta": 0.1})
+    verdict = audit(plain, laws=[pairs.LAW])
+    (row,) = [f for f in verdict.findings if f.subject == IDENTICAL]
+    named = "chosen_read" in names
+    assert row.outcome == ("not declared" if not named else "holds" if right else "fails")
+    way = 'roles={"chosen_attention": …, "rejected_attention": …}, or masks, for seen_w, seen_l'
+    assert named or way in row.meaning
+    assert any("chosen_read and rejected_read belong to the two answers" in note for note in verdict.notes) == named
+    declared = Step(step.model, loss, batch, {**step.roles, **keys}, settings={"beta": 0.1})
+    verdict = audit(declared, laws=[pairs.LAW])
+    assert rows(verdict.findings)[IDENTICAL] == ("holds" if right else "fails")
+    assert not any("the two answers" in note for note in verdict.notes)
+
+
+def simpo(sign: float) -> Any:
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float, gamma: float) -> Tensor:
+        chosen, rejected = averages(model, batch)
+        return -F.logsigmoid(beta * (chosen - rejected) - sign * gamma).mean()
+
+    return loss
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("declared", [True, False])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_a_target_margin_is_taken_off(sign: float, declared: bool, dtype: torch.dtype) -> None:
+    """A kind that is guessed from a name only warns."""
+    gamma = Setting(0.5, "target") if declared else 0.5
+    step = pair_step(simpo(sign), referred=False, dtype=dtype, settings={"beta": 2.0, "gamma": gamma})
+    assert judged(step)["a larger gamma"] == ("holds" if sign > 0 else "fails" if declared else "warns")
+
+
+def test_a_square_past_its_target_and_a_focal_exponent_are_legitimate() -> None:
+    def margins(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        chosen, rejected = ratios(model, batch)
+        return chosen - rejected
+
+    def square(model: nn.Module, batch: Mapping[str, Any], beta: float, offset: float) -> Tensor:
+        return (beta * margins(model, batch) + 7 - offset).square().mean()  # past its target by 7
+
+    def focal(model: nn.Module, batch: Mapping[str, Any], beta: float, gamma: float) -> Tensor:
+        p = (beta * margins(model, batch)).sigmoid()
+        return (-((1 - p) ** gamma) * p.log()).mean()
+
+    assert judged(pair_step(square, settings={"beta": 0.1, "offset": 1.0}))["a larger offset"] == "holds"
+    found = judged(pair_step(focal, settings={"beta": 0.1, "gamma": 2.0}))
+    assert found["a larger gamma"] in ("not applicable", "holds")
+
+
+@pytest.mark.parametrize("won_by", [[0.5, 1.0, 0.2, 0.7, 0.1], [1, 2, 1, 3, 1]], ids=["floats", "whole"])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_margins_of_the_batch_are_taken_off(sign: float, won_by: list[float]) -> None:
+    """A reward model's margins, one per pair."""
+
+    def loss(model: nn.Module, batch: Mapping[str, Any], beta: float) -> Tensor:
+        chosen, rejected = ratios(model, batch)
+        return -F.logsigmoid(beta * (chosen - rejected) - sign * batch["won_by"]).mean()
+
+    step = pair_step(loss)
+    step.batch = {**step.batch, "won_by": torch.tensor(won_by)}
+    step.roles = {**step.roles, "margin": "won_by"}
+    verdict = audit(step)
+    assert {f.subject: f.outcome for f in verdict.findings}["a larger won_by"] == ("holds" if sign > 0 else "fails")
+    assert verdict.holds is (sign > 0), str(verdict)

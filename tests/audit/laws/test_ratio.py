@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from earnest_audit import Step, Verdict, audit
+from earnest_audit import Setting, Step, Verdict, audit
 from earnest_audit.law import Law
 from earnest_audit.laws import (
     clipping,
@@ -50,7 +50,7 @@ def clipped(r: Tensor, a: Tensor, clip: float, pick: Any = torch.minimum) -> Ten
     return -pick(r * a, r.clamp(1 - clip, 1 + clip) * a)
 
 
-def step(loss: Any, knobs: dict[str, float], dtype: torch.dtype = torch.float32, **more: Any) -> Step:
+def step(loss: Any, knobs: dict[str, Any], dtype: torch.dtype = torch.float32, **more: Any) -> Step:
     model = Tiny().to(dtype)
     batch = policy_batch(model)
     batch["rollout"] = (batch["old"] - 0.03).clamp(max=-1e-3) * batch["mask"]
@@ -256,15 +256,18 @@ def test_a_product_over_rows_of_unequal_length_has_no_single_power(counted: int)
     assert found.outcome == ("not applicable" if counted == 1 else "fails"), found
 
 
+@pytest.mark.parametrize("of", ["product", "mean", "tokens"])
 @pytest.mark.parametrize("right", [True, False])
-def test_a_clip_of_a_product_over_the_row(right: bool) -> None:
-    """RLOO's ratio of whole answers leaves the clip at once where every token is at its edge."""
+def test_a_clip_of_a_rows_ratio(right: bool, of: str) -> None:
+    """RLOO's ratio of whole answers leaves the clip at once where every token is at its edge; GSPO's does not."""
 
     def loss(model: nn.Module, batch: Data, clip: float) -> Tensor:
-        a = batch["advantages"]
-        ratio = ((logprobs(model, batch) - batch["old"]) * batch["mask"]).sum(-1).exp()
+        a, mask = batch["advantages"], batch["mask"]
+        gap = (logprobs(model, batch) - batch["old"]) * mask
+        ratio = {"product": gap.sum(-1), "mean": gap.sum(-1) / mask.sum(-1), "tokens": gap}[of].exp()
         pick = torch.minimum if right else torch.maximum
-        return -pick(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a).mean()
+        a = a[:, None] if of == "tokens" else a
+        return -(pick(ratio * a, ratio.clamp(1 - clip, 1 + clip) * a) * (mask if of == "tokens" else 1)).mean()
 
     step = policy_step(loss)
     step.batch = {k: v for k, v in step.batch.items() if k != "ref"}
@@ -272,6 +275,29 @@ def test_a_clip_of_a_product_over_the_row(right: bool) -> None:
     step.settings, step.metrics = {"clip": 0.2}, {}
     verdict = audit(step, laws=[clipping.LAW, knobs.LAW])
     assert verdict.holds is right, str(verdict)
+    assert {f.subject for f in verdict.findings} >= {"clip: inside the clip range", "clip: outside, to be undone"}
+
+
+@pytest.mark.parametrize("given", [Setting(None, "bound"), Setting(3.0, "bound", modes=(None, 5.0))], ids=str)
+def test_a_bound_may_be_none_or_have_modes(given: Setting) -> None:
+    def loss(model: nn.Module, b: Data, clip: float, cap: float | None) -> Tensor:
+        r, a = (logprobs(model, b) - b["old"]).exp(), b["advantages"][:, None]
+        worst = a.abs().mul(-(cap or 1e9)).where(a < 0, a - 1e9)
+        return mean(-torch.maximum(-clipped(r, a, clip), worst), b["mask"])
+
+    verdict = audit(step(loss, {"clip": 0.2, "cap": given}), laws=LAWS)
+    assert verdict.holds and not verdict.errors and len(verdict.findings) > 6, str(verdict)
+
+
+@pytest.mark.parametrize("how", ["whitened", "right"])
+def test_whitened_advantages_are_named_as_a_cause(how: str) -> None:
+    def loss(model: nn.Module, b: Data, clip: float) -> Tensor:
+        a = b["advantages"]
+        a = (a - a.mean()) / a.std() if how == "whitened" else a
+        return mean(clipped((logprobs(model, b) - b["old"]).exp(), a[:, None], clip), b["mask"])
+
+    rows = audit(step(loss, {"clip": 0.2}), laws=[ratio.LAW]).warnings
+    assert bool(rows) == (how == "whitened") and all("rows_interact=True" in f.meaning for f in rows)
 
 
 @pytest.mark.parametrize("name", ["clip_ratio", "policy/clip_frac"])

@@ -25,6 +25,9 @@ ROLES = {"ids": "ids", "attention": "attention", "mask": "mask", "behaviour": "o
 BETTER = "a better reward raises its row"
 
 
+EQUAL = "rewards that are equal within every group"
+
+
 AT_REFERENCE = "a row at the reference, not above it"
 
 
@@ -57,6 +60,13 @@ def turned(r: Tensor, g: Tensor) -> Tensor:
     return each(r, g, torch.mean) - r
 
 
+WRONG = {
+    "turned": (turned, {BETTER}),
+    "neighbour's": (lambda r, g: r - each(r, g, torch.mean, same=False), {EQUAL}),
+    "none": (lambda r, _: r, {EQUAL}),
+}
+
+
 def grouped(estimator: Any, dtype: torch.dtype = torch.float32, pick: Any = torch.minimum, **more: Any) -> Step:
     def loss(model: nn.Module, b: Mapping[str, Any], clip: float) -> Tensor:
         a = estimator(b["rewards"].float(), b["group"])[:, None]
@@ -77,12 +87,14 @@ def test_right_estimators_in_the_step_hold(name: str, dtype: torch.dtype) -> Non
     verdict = audit(grouped(RIGHT[name], dtype), laws=OURS)
     assert verdict.holds, str(verdict)
     held = {f.subject for f in verdict.findings if f.outcome == "holds"}
-    assert {BETTER, "the ratio's power", "clip clip at ratio 1"} <= held
+    assert {BETTER, EQUAL, "the ratio's power", "clip: outside, to be undone", "clip clip at ratio 1"} <= held
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_turned_one_is_seen(dtype: torch.dtype) -> None:
-    assert failures(audit(grouped(turned, dtype), laws=OURS)) == {BETTER}
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_ones_are_seen(name: str, dtype: torch.dtype) -> None:
+    estimator, seen = WRONG[name]
+    assert failures(audit(grouped(estimator, dtype), laws=OURS)) == seen
 
 
 def test_a_baseline_over_the_batch_is_declared() -> None:
@@ -97,11 +109,13 @@ def test_counted_rewards_are_rewards(kind: torch.dtype) -> None:
 
 
 def test_a_step_with_its_own_advantages() -> None:
-    """The whole audit: the family follows from the role, and the cost is within its bound."""
+    """The whole audit: the family follows from the role, the cost is within its bound, the clip is judged."""
     step = grouped(RIGHT["centred"])
     whole = audit(step)
     assert step.kind == "policy gradient" and whole.holds, str(whole)
     assert whole.cost <= most(step)
+    seen = failures(audit(grouped(RIGHT["centred"], pick=torch.maximum), laws=OURS))
+    assert seen == {"clip: outside, already done", "clip: outside, to be undone"}
 
 
 def with_kl(sign: float, form: str, whiten: bool) -> Step:

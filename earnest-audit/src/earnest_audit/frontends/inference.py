@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit import executor
-from earnest_audit.edits import Batch, next_of
+from earnest_audit.edits import SIDES, Batch, next_of
 from earnest_audit.frontends import names
 from earnest_audit.frontends.first_edition import renamed
 from earnest_audit.law import Law
@@ -256,33 +256,44 @@ class _Inference:
                 self._add(key, "group", "likely", "a whole number for each row, and the gradient depends on it")
 
     def _masks(self, keys: Sequence[str]) -> None:
-        sides = {role: key for role, key in self.roles.items() if role in ("chosen", "rejected")}
+        sides, both = {role: key for role, key in self.roles.items() if role in SIDES}, list[str]()
         for key in [] if self.unclear else keys:
             calls = self.calls[key]
             kind, reader = ("attention", "the layers read") if calls else ("mask", "only the loss reads")
             why = f"zeros and ones that {reader}"
             mine = [role for role, ids in sides.items() if self._belongs(key, ids, calls)]
+            if calls and len(mine) > 1:  # both answers in one call: ids under their own padding do not matter
+                mine = [r for r in mine if self.batch[key].shape == self.batch[sides[r]].shape]
+                mine = [r for r in mine if not self._matters_under(key, sides[r])]
+                both += [key] * (len(mine) > 1)
             if len(mine) == 1:
                 self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
             elif not sides and calls and self._is_documents(key):
                 self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
             elif not sides:
                 self._add(key, kind, "sure", why)
+        left = [role for role in sides if f"{role}_attention" not in self.roles]
+        for role, key in zip(left, both, strict=True) if len(left) == len(both) else ():
+            self._add(key, f"{role}_attention", "likely", "zeros and ones that the layers read, with both answers")
 
     def _is_documents(self, key: str) -> bool:
         """Whether zeros and ones are two documents in a row or left padding: ids under padding do not matter."""
         ids, x = self.roles.get("ids"), self.batch[key]
-        if ids is None or x.shape != self.batch[ids].shape or not bool((x[:, 1:] >= x[:, :-1]).all()):
+        return ids is not None and bool((x[:, 1:] >= x[:, :-1]).all()) and self._matters_under(key, ids)
+
+    def _matters_under(self, key: str, ids: str) -> bool:
+        """Whether the ids matter where this mask of their shape is 0."""
+        x = self.batch[key]
+        if x.shape != self.batch[ids].shape:
             return False
         (edited, *_) = _edits(self.batch[ids])
-        under = torch.where(x == 0, edited, self.batch[ids])
-        return self._moves({ids: under}) > TINY
+        return self._moves({ids: torch.where(x == 0, edited, self.batch[ids])}) > TINY
 
     def _belongs(self, key: str, ids: str, calls: frozenset[int]) -> bool:
-        """Whether a mask belongs to these ids. An attention mask is read in the calls that read the ids. If a loss mask
+        """Whether a mask belongs to these ids. An attention mask is read in calls that read the ids. If a loss mask
         keeps only the first token of each row, the ids after it do not matter."""
         if calls:
-            return calls <= self.calls[ids]
+            return bool(calls & self.calls[ids])
         mask, (edited, *_) = self.batch[key], _edits(self.batch[ids])
         place = torch.arange(mask.shape[1], device=mask.device)
         first = mask.int().argmax(1, keepdim=True)

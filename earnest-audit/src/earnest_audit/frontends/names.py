@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from earnest_audit.edits import SIDES
-from earnest_audit.facts import Kind, Metric, MetricKind, Setting
+from earnest_audit.facts import DIRECTIONS, Kind, Metric, MetricKind, Setting
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 
@@ -27,9 +27,13 @@ SETTINGS: dict[Kind, tuple[str, ...]] = {
     "smoothing": ("label_smoothing", "label_smoothing_factor", "smoothing"),
     "mixture": ("alpha", "beta", "jsd_beta", "jsd_alpha"),
 }  # fmt: skip
+MODES: dict[str, Kind] = {  # of an option whose modes have the names of both
+    **dict.fromkeys(("forward_kl", "forward", "fkl", "kl_forward"), "forward kl"),
+    **dict.fromkeys(("reverse_kl", "reverse", "rkl", "kl_reverse"), "reverse kl"),
+}
 READ_BY: dict[Kind, str] = {
     "clip": "policy gradient", "clip high": "policy gradient", "bound": "policy gradient", "target": "preference",
-    "smoothing": "preference", "mixture": "divergence",
+    "smoothing": "preference", "mixture": "divergence", "forward kl": "divergence", "reverse kl": "divergence",
 }  # fmt: skip
 """The family whose laws read a kind that can be guessed."""
 CLIPPED = ("clip_fraction", "clip_frac", "clipfrac", "clip_ratio")
@@ -55,9 +59,8 @@ MOVES = frozenset({"moves"})
 
 
 def settings(step: Step) -> Step:
-    """The step with a kind for every plain number whose name is a usual one."""
-    kinds = _guessed(step)
-    more = {name: Setting(step.settings[name], kind) for name, kind in kinds.items()}
+    """The step with a kind for every plain number, and every option, whose names are usual ones."""
+    more = {name: replace(step.declared[name], kind=kind, guessed=True) for name, kind in _guessed(step).items()}
     return replace(step, settings={**step.settings, **more}) if more else step
 
 
@@ -89,7 +92,14 @@ def declared(values: Mapping[str, Any]) -> dict[str, Setting]:
 
 
 def _guessed(step: Step) -> dict[str, Kind]:
-    return _usual({name: value for name, value in step.settings.items() if not isinstance(value, Setting)})
+    plain = {name: value for name, value in step.settings.items() if not isinstance(value, Setting)}
+    return _usual(plain) | {n: kind for n in step.options if step.kinds[n] == "setting" and (kind := _mode(step, n))}
+
+
+def _mode(step: Step, option: str) -> Kind | None:
+    """Of an option's present mode, which comes first."""
+    named = [MODES.get(str(mode).lower().replace("-", "_")) for mode in step.options[option]]
+    return named[0] if set(DIRECTIONS) <= set(named) else None
 
 
 def _usual(values: Mapping[str, Any]) -> dict[str, Kind]:

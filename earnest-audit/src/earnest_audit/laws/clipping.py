@@ -6,34 +6,40 @@ ratio > 1+ε, A > 0    a smaller gradient than inside (a hard clip: 0); likewise
 ratio > 1+ε, A < 0    a gradient: a token that became likely and was bad must become unlikely; likewise the other side
 ratio > 1+ε, A > 0    at every token: a metric of the kind "clipped share" is above 0
 
-Needs: a setting of the kind clip with a value below 1; roles behaviour and advantages; logprobs=fn
+Needs: a setting of the kind clip with a value below 1; roles behaviour and advantages (or rewards, one per row);
+logprobs=fn
 How: Rows are placed at ratios inside and outside the range; a token's own gradient weight is the loss's derivative by
-its behaviour and proximal log-probs together. Where tokens alone do not leave the clip, whole rows do.
-Exceptions: Not checked where rows interact by declaration (advantages that are whitened have other signs), or where
-tokens are dropped by declaration (a threshold that removes whole rows). Soft clips (SAPO) and one-sided ones (CISPO)
-have settings with other names and are not checked.
+its behaviour and proximal log-probs together. Whose ratio it is, is measured: where one token of a row moves and the
+others' weights with it, it is the product over the row. A row's sign is that of its weights at ratio 1.
+Exceptions: Not checked where rows interact by declaration (advantages that are whitened have other signs), where
+tokens are dropped by declaration (a threshold that removes whole rows), or where rewards contain a KL. Soft clips
+(SAPO) and one-sided ones (CISPO) have settings with other names and are not checked.
 Detects: minimum and maximum swapped, a clip that acts on one side only, TRL #4499, tianshou #433 (a dual clip on
 positive advantages), TRL #3032 (the clipped share of the wrong side)
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.facts import CLIPS
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.ratio import at_one, on_policy, token_weights
+from earnest_audit.laws.ratio import at_one, on_policy, reach, token_weights
 from earnest_audit.probe import Probe
+from earnest_audit.step import Step
 
 DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 MEANING = (
-    "This is not how a pessimistic clip acts: a bound is wrong on one side, minimum and maximum are swapped, or one of "
-    "two uses of the setting is ignored. (A threshold that removes whole rows has the same effect: declare "
-    "drops_tokens=True.)"
+    "Measured is these tokens' gradient relative to the one at ratio 1: the least one, or past the bound that their "
+    "advantage rewards the largest. A bound is wrong on one side, or minimum and maximum are swapped; or the ratio is "
+    "of other log-probs than the declared ones (a temperature, a shift); or advantages are clamped, or one sign is "
+    "dropped. (For a threshold that removes whole rows declare drops_tokens=True.)"
 )
+PRODUCT = 0.75  # the power of one token's ratio in the others' weights: 1 in a product, 1/n in a mean, 0 of tokens
 Pulls = tuple[float, float, float]
 """Gradient weights of tokens relative to those at ratio 1: the least inside the range, the largest where the ratio is
 past the bound in the rewarded direction, the least where it is past the other bound."""
@@ -52,19 +58,18 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable("clip", "rows interact by declaration: a row's sign in the loss is not known"))
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
-    pulls = _pulls(probe, cases, rows=False)
-    if not _right(pulls) and _right(again := _pulls(probe, cases, rows=True)):
-        pulls = again
-    if step.drops_tokens and not _right(pulls):
+    inside, done, undone = _pulls(probe, cases)
+    right = inside > INSIDE and done < DONE and undone > UNDONE
+    if step.drops_tokens and not right:
         raise Ends(LAW.not_applicable("clip", "tokens are dropped by declaration"))
-    inside, done, undone = pulls
     for subject, measured, expected, holds in (
         ("inside the clip range", inside, "every token has a gradient", inside > INSIDE),
         ("outside, already done", done, "a smaller gradient than inside", done < DONE),
         ("outside, to be undone", undone, "a gradient", undone > UNDONE),
     ):
         yield LAW.finding(f"clip: {subject}", f"gradient {measured:.2g} of the usual", expected, holds, MEANING)
-    if (names := [name for name, m in probe.metrics.items() if m.kind == "clipped share"]) and _right(pulls):
+    names = [n for n, m in probe.metrics.items() if m.kind == "clipped share"]
+    if names and right and "advantages" in step.roles:
         key, base = step.roles["advantages"], on_policy(probe)
         batch, _ = _at_ratios(probe, base, [up] * len(base[key]), None)  # lower log-probs are always possible
         shown = probe.look({**batch, key: base[key].abs()}).metrics
@@ -80,42 +85,76 @@ def _right(pulls: Pulls) -> bool:
 def clip_range(probe: Probe) -> tuple[float | None, float | None]:
     """(ε below, ε above)."""
     step = probe.step
-    inside = [(kind, step.knobs[n]) for n, kind in step.kinds.items() if kind in CLIPS and 0 < step.knobs[n] < 1]
+    inside = [(step.kinds[n], v) for n in step.clips if 0 < (v := step.numbers[n]) < 1]
     low, high = (next((v for k, v in inside if k == kind), None) for kind in ("clip", "clip high"))
     return low, high or low
 
 
-def _pulls(probe: Probe, cases: list[tuple[float, int]], rows: bool) -> Pulls:
-    """Every row at the ratio and with the sign of a case, by turns. ``rows``: the ratio is a product over a row, and
-    every token gets its share."""
-    step, base = probe.step, dict(on_policy(probe))
-    key = step.roles["advantages"]
-    a: Tensor = base[key]
-    base[key] = a.abs()
-    usual = token_weights(at_one(probe).inputs)
-    if usual is None:
+def _weights(probe: Probe, batch: edits.Batch) -> Tensor | None:
+    return token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
+
+
+def _column(values: list[int], like: Tensor) -> Tensor:
+    return like.new_tensor(values).reshape(-1, *[1] * (like.ndim - 1))
+
+
+def _usual(probe: Probe) -> tuple[edits.Batch, Tensor | None]:
+    """A batch at ratio 1, of rows by turns of either sign where advantages are given, and every token's gradient weight
+    there; None where only one sign has any."""
+    base, found, given = dict(on_policy(probe)), at_one(probe).inputs, probe.step.roles.get("advantages")
+    if given is None and (kl := found.get("reference")) is not None and bool((kl != 0).any()):
+        raise Ends(LAW.not_applicable("clip", "the rewards contain a KL to the reference, and with it the behaviour"))
+    if (usual := token_weights(found)) is None:
         raise Ends(LAW.not_applicable("clip", "the ratio is under a stop-gradient, it has no slope"))
-    if not bool(usual.flatten(1).any(-1).all()):  # linear in the advantages, unless one sign has no gradient
-        usual = token_weights(probe.slopes(edits.SAMPLERS, base, probe.quiet).inputs)
-        if usual is None:
-            return 0.0, 0.0, 0.0
-    found: dict[int, float] = {}
-    for start in range(0, len(cases), len(a)):
-        chosen = [(start + row) % len(cases) for row in range(len(a))]
-        batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if rows else None)
-        sign = torch.tensor([cases[c][1] for c in chosen], dtype=a.dtype, device=a.device)
-        batch[key] = a.abs() * sign.reshape(-1, *[1] * (a.ndim - 1))
-        slope = token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
-        slope = torch.zeros_like(usual) if slope is None else slope
-        for row, case in enumerate(chosen):
-            on = possible[row] & (usual[row] != 0)
-            whole = float((usual[row].abs() * on).sum())
+    if given is None:
+        return base, usual
+    a: Tensor = base[given]
+    if not bool((rows := usual.flatten(1).any(-1)).all()):
+        other = _weights(probe, {**base, given: -a})
+        if other is None or not torch.equal(other.flatten(1).any(-1), rows):
+            return base, None
+    signs = [1 - 2 * (row % 2) for row in range(len(a))]  # the gradient is linear in the advantages
+    return {**base, given: a.abs() * _column(signs, a)}, usual.abs() * _column(signs, usual)
+
+
+def _is_product(probe: Probe) -> bool:
+    """Whether the ratio is the product over a row: where the first token of every row moves, inside the range, the
+    others' weights change as its ratio does."""
+    base, by, usual = on_policy(probe), math.log(reach(probe)), token_weights(at_one(probe).inputs)
+    assert usual is not None
+    first = (usual != 0).flatten(1).int().argmax(1, keepdim=True)
+    step = torch.zeros_like(usual).flatten(1).scatter(1, first, by).reshape(usual.shape)
+    slope = _weights(probe, {**base, **{k: base[k] - step for k in _samplers(probe)}})
+    here, there = (0.0 if w is None else float(w[step == 0].abs().sum()) for w in (usual, slope))
+    return here > 0 and there > 0 and math.log(there / here) > PRODUCT * by
+
+
+def _samplers(probe: Probe) -> list[str]:
+    return [probe.step.roles[r] for r in edits.SAMPLERS if r in probe.step.roles]
+
+
+def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> Pulls:
+    """By turns, every row at the ratios of the cases of its own sign."""
+    (base, usual), found = _usual(probe), dict[int, float]()
+    if usual is None:
+        return 0.0, 0.0, 0.0
+    product, positive = _is_product(probe), (usual.flatten(1).sum(-1) > 0).tolist()
+    own = {up: [c for c, (_, sign) in enumerate(cases) if (sign > 0) == up] for up in (True, False)}
+    for turn in range(3):
+        chosen = [own[up][(row + turn) % 3] for row, up in enumerate(positive)]
+        batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if product else None)
+        slope = _weights(probe, batch)
+        sign = _column([cases[c][1] for c in chosen], usual)
+        asked = possible & (usual * sign > 0)
+        sums = [0.0 * usual if w is None else w.abs() * asked for w in (usual, slope)]
+        for case, whole, got in zip(chosen, *(w.flatten(1).sum(-1).tolist() for w in sums), strict=True):
             if whole > 0:
-                got = float((slope[row].abs() * on).sum()) / (whole * cases[case][0])
-                found[case] = (max if case in (2, 3) else min)(found.get(case, got), got)
-    if len(found) < len(cases):
+                share = got / (whole * cases[case][0])
+                found[case] = (max if case in (2, 3) else min)(found.get(case, share), share)
+    inside, done, undone = ([found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5)))
+    if not (inside and done and undone):
         raise Ends(LAW.not_applicable("clip", "no row has a gradient for every side of the clip"))
-    return min(found[0], found[1]), max(found[2], found[3]), min(found[4], found[5])
+    return min(inside), max(done), min(undone)
 
 
 def _at_ratios(
@@ -131,12 +170,15 @@ def _at_ratios(
     logs = torch.tensor(ratios, dtype=behaviour.dtype, device=behaviour.device).reshape(shape).log()
     moved = behaviour - logs / count
     possible = moved < -1e-6
-    both = [step.roles[r] for r in edits.SAMPLERS if r in step.roles]
-    return {**base, **dict.fromkeys(both, torch.where(possible, moved, behaviour))}, possible
+    return {**base, **dict.fromkeys(_samplers(probe), torch.where(possible, moved, behaviour))}, possible
+
+
+def _judged(step: Step) -> bool:
+    returns = "rewards" in step.roles and step.batch[step.roles["rewards"]].ndim > 1  # V-trace's contain later ratios
+    return step.kind == "policy gradient" and step.ratio_role in step.roles and not returns
 
 
 LAW = Law(
-    "PG-CLIP", "clipping", __doc__, check, quick=False, perturbed=True,
-    when=lambda step: step.kind == "policy gradient" and step.ratio_role in step.roles and "rewards" not in step.roles,
-    asks=(("clip", 'roles={"advantages": …}', lambda step: "advantages" in step.roles),),
+    "PG-CLIP", "clipping", __doc__, check, quick=False, perturbed=True, when=_judged,
+    asks=(("clip", 'roles={"advantages": …}', lambda step: bool({"advantages", "rewards"} & step.roles.keys())),),
 )  # fmt: skip

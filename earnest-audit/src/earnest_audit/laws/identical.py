@@ -1,30 +1,39 @@
-"""DIV-ZERO: Identical distributions have the least cost and a zero gradient, different ones have a gradient, and a
-mixture's weight does not make the divergence negative, or larger at both of its ends.
+"""DIV-ZERO: Identical distributions have the least cost and a zero gradient in one declared part of the loss, different
+ones have a gradient, forward and reverse KL have their names, and a mixture's weight does not make the divergence
+negative, or larger at both of its ends.
 
 teacher = student          →   gradient 0, divergence 0 (a cross-entropy: the teacher's entropy)
+teacher sure of one token  →   ∇ forward KL = ∇NLL of that token; ∇ reverse KL is not
 GJS_α between disjoint distributions is H(α)·scale, largest at α = ½: swapped outer weights reverse that
 
-Needs: roles teacher and student=fn; where another loss is mixed in, its weight, or Setting(value, pure=…)
-How: The teacher is replaced by the student's own output. Declared terms are off, or each is taken by itself. Then it
-puts all its probability on a token that the student finds unlikely.
+Needs: roles teacher and student=fn; where another loss is mixed in, its weight, or Setting(value, pure=…);
+for the directions, an option of the kind "forward kl" or "reverse kl"
+How: The teacher is replaced by the student's own output. Declared terms are off, and each is taken by itself. Then
+it puts all its probability on a token that the student finds unlikely.
 Exceptions: In fp32 a mixture leaves about 1e-7; the tolerance follows from the dtype. A cross-entropy keeps the
 teacher's entropy as its value. A setting that mixes in a likelihood declares the value that switches it off, pure=….
-Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights
+Warns: (forward and reverse, where the kind is guessed from the names of the modes) libraries that name them otherwise.
+Detects: a log-softmax over an axis of length 1 (always 0), CLaaS α = 0, transformers #45120, swapped mixture weights,
+twinkle #112 and aprender #2153 (forward and reverse swapped)
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from earnest_audit import edits
+from earnest_audit.facts import DIRECTIONS
 from earnest_audit.law import Law, Rows
-from earnest_audit.laws.parts import Part, weakest
+from earnest_audit.laws.parts import Part, relative, undeclared
 from earnest_audit.laws.ratio import on_policy
 from earnest_audit.probe import Probe
 
 IDENTICAL = "identical distributions"
 ENDS = (1e-3, 0.5, 1 - 1e-3)
+CLEAR = 0.02  # the two directions' cosines are near each other where the student is sure of one token as well
 # Swapped, the ends are (1-ε)·ln(1/ε)/ln 2 ≈ 10 times the middle; Amari's α-divergence, which is right, has 250.
 TURNED = (1.5, 40.0)
 
@@ -38,27 +47,54 @@ def check(probe: Probe) -> Rows:
     same = probe.kept("the student as its teacher", lambda: {**base, key: twin})
     # A divergence is quadratic at its zero, so its gradient there is of the order of sqrt(eps) at worst.
     room = max(probe.tolerance, torch.finfo(own.dtype).eps ** 0.5 if own.is_floating_point() else 1e-3)
-    pull = weakest(probe, base, same, room)
-    if pull is not None:
-        usual, loss = pull.part.loss(probe, base), pull.part.loss(probe, same)
+    found = relative(probe, base, same, room)
+    if found:
+        part, size = found[0].part, found[0].size
+        usual, loss = part.loss(probe, base), part.loss(probe, same)
         scale = max(abs(usual), 1e-12)
         least = -room * max(scale, 1.0) <= loss <= max(usual, 0.0) + room * max(scale, 1.0)
-        yield LAW.finding(
-            IDENTICAL, f"cost {loss:.2g} (usually {scale:.2g}), gradient {pull.size:.2g} of the usual",
-            "0 (or the teacher's entropy) and 0", pull.size <= room and pull.finite and least,
+        missing = undeclared(probe, base, same, room) if size > room else None
+        yield LAW.not_declared(IDENTICAL, missing) if missing else LAW.finding(
+            IDENTICAL, f"cost {loss:.2g} (usually {scale:.2g}), {', '.join(map(str, found))}",
+            "0 (or the teacher's entropy) and 0", size <= room and least,
             "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are mixed in "
             "place of probabilities, supports differ, a temperature is applied to one side only, or another term is in "
             "the loss: declare its weight, Metric(weight=setting), or Setting(value, pure=…) where a setting mixes the "
             "two.",
         )  # fmt: skip
-    size = pull.usual.norm() if pull is not None else 0.0
+    size = found[0].usual.norm() if found else 0.0
     yield LAW.finding(
         "different distributions", f"cost {probe.read(base).loss:.2g}, gradient {size:.2g}", "not 0", size > 0,
         "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not "
         "special-cased), or a softmax runs over an axis of length 1.",
     )  # fmt: skip
-    if pull is not None:
-        yield from _weights_swapped(probe, pull.part, key, own)
+    if found:
+        yield from _weights_swapped(probe, found[0].part, key, own)
+        yield from _direction(probe, found[0].part, key)
+
+
+def _direction(probe: Probe, part: Part, key: str) -> Rows:
+    """For a teacher that is certain of one token, ∇KL(teacher ‖ student) is that token's ∇NLL, ∇KL(student ‖ teacher)
+    is not. By the kind of an option, its present mode is the nearest to it, or is not."""
+    step, teacher = probe.step, probe.step.batch[key]
+    for option in (n for n in step.options if step.kinds[n] in DIRECTIONS and teacher.ndim > 2):
+        own: Tensor = probe.forward(step.student).reshape(teacher.shape)
+        sure = {**step.batch, key: opposite_teacher(teacher, own.detach())}
+        logs = own.log() if edits.probability_like(own.detach()) else own.log_softmax(-1)
+        picked = logs.gather(-1, sure[key].argmax(-1, keepdim=True))[..., 0]
+        wanted = probe.pull(-(picked * edits.taken(step, picked)).sum())
+        modes = (replace(part, knobs={**part.knobs, option: mode}) for mode in step.options[option])
+        here, *others = (mode.gradient(probe, sure).cosine(wanted) for mode in modes)
+        kind, name = step.kinds[option], step.options[option][0]
+        row = probe.descends(
+            f"option {option}: {name} is a {kind}",
+            f"cosine {here:.2f} to ∇NLL of a certain teacher's token, the other modes up to {max(others):.2f}",
+            here - max(others) if kind == "forward kl" else max(others) - here,
+            "A forward KL is KL(teacher ‖ student), which for a certain teacher is its token's likelihood: of all "
+            f"modes it is the nearest to that. Here {name} is not where a {kind} is: forward and reverse are swapped, "
+            "or the arguments of a KL function are.", -CLEAR,
+        )  # fmt: skip
+        yield LAW.doubtful(row) if option in step.guesses else row
 
 
 def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
@@ -67,7 +103,7 @@ def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
     with a setting of that name rise or fall from one end to the other."""
     step = probe.step
     teacher: Tensor = step.batch[key]
-    found = [k for k, kind in step.kinds.items() if kind == "mixture" and 0 < step.knobs[k] < 1]
+    found = [k for k, v in step.numbers.items() if step.kinds.get(k) == "mixture" and 0 < v < 1]
     knob = next((k for k in found if k not in part.knobs), None)
     if knob is None or part.less is not None or teacher.ndim < 3 or not teacher.is_floating_point():
         return

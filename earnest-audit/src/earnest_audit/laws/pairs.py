@@ -1,19 +1,25 @@
-"""PAIR: A pair of two identical answers has a zero gradient, descending the loss widens the margin, and at the
-reference every pair has the same weight.
+"""PAIR: A pair of two identical answers has a zero gradient in one declared part of the loss, descending the loss
+widens the margin, a larger target does not weaken a pair, and at the reference every pair has the same weight.
 
 chosen = rejected, token by token   →   gradient 0
 lp = reference                      →   every pair has the same weight, towards a wider margin
+L = f(β·Δ - γ), γ up                →   a pair's gradient up, or as it was
 
-Needs: roles chosen and rejected; logprobs=fn for the margin; the weight of any other term in the loss
-How: The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε is
-compared with 1 - ε on swapped answers. Sums and averages of ``logprobs`` are tried, references keep their own unit.
+Needs: roles chosen and rejected, and each answer's masks and references; logprobs=fn for the margin, in the unit that
+the loss compares; the weight of any other term in the loss; role margin or a setting of the kind target
+How: The rejected answer is replaced by the chosen one, in the loss with its declared terms off and in each term by
+itself; the margin's own gradient is compared; a label smoothing ε is compared with 1 - ε on swapped answers; one pair
+gets a larger target.
 Exceptions: SPPO, NCA and BCO weigh each answer by itself: pairwise=False. IPO pulls a margin that is beyond its target
-back.
-Detects: sign errors, swapped or differently masked answers, a smoothed half with a wrong sign
+back. A reference's unit is read off its numbers: sums or averages.
+Warns: (a larger target, where the kind is guessed from the setting's name) other numbers are called gamma or offset.
+Detects: sign errors, swapped or differently masked answers, a smoothed half with a wrong sign, SimPO's margin added
+instead of subtracted
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -22,50 +28,60 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law, Rows
-from earnest_audit.laws.parts import Part, RelativeGradient, weakest
+from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.laws.parts import Part, RelativeGradient, parts, relative, undeclared
 from earnest_audit.limits import NEAR, beside
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
+from earnest_audit.verdict import Finding
 
 REFERENCES = ("reference_chosen", "reference_rejected")
 IDENTICAL, ALIKE = "identical pairs", "at the reference every pair has the same weight"
 
 
 def check(probe: Probe) -> Rows:
-    step, pull = probe.step, None
+    step, part = probe.step, None
     if not step.pairwise:
         yield LAW.not_applicable(IDENTICAL, "each answer is weighed by itself, by declaration")
     elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
         yield LAW.not_applicable(IDENTICAL, "shapes differ", "chosen and rejected are padded differently.")
     else:
         same = probe.kept(IDENTICAL, lambda: _identical_answers(step))
-        pull = weakest(probe, step.batch, same, probe.tolerance)
-        yield LAW.not_applicable(IDENTICAL, "no gradient: see GL") if pull is None else probe.vanishes(
-            IDENTICAL, pull.size,
-            "A pair of two identical answers has a gradient: roles are mixed up, one side is masked or normalised "
-            "differently, or another term is in the loss (declare its weight, Setting(value, \"weight\"); where each "
-            "answer is weighed by itself, as in SPPO, NCA and BCO, pairwise=False).",
-        )  # fmt: skip
+        found = relative(probe, step.batch, same, probe.tolerance)
+        part = found[0].part if found else None
+        yield _identical(probe, same, found) if found else LAW.not_applicable(IDENTICAL, "no gradient: see GL")
     if step.logprobs is None:
         yield LAW.not_declared("the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
     else:
-        yield from _margin(probe, pull.part if pull is not None else _remaining(probe))
-    yield from _smoothing(probe, pull)
+        yield from _margin(probe, part or _remaining(probe))
+    if part is not None:
+        yield from _smoothing(probe, part)
+        yield from _target(probe, part)
 
 
-def sides(step: Step) -> list[tuple[str, str]]:
-    """Keys of the batch that belong together: by their roles, and by their names."""
-    found = [(step.roles[r], step.roles[r.replace("chosen", "rejected")]) for r in step.roles
-             if "chosen" in r and r.replace("chosen", "rejected") in step.roles]  # fmt: skip
-    named = [(k, k.replace("chosen", "rejected")) for k in step.batch if "chosen" in k]
-    return list(dict.fromkeys([*found, *((c, r) for c, r in named if r in step.batch)]))
+def _identical(probe: Probe, same: edits.Batch, found: list[RelativeGradient]) -> Finding:
+    row = probe.vanishes(
+        IDENTICAL, found[0].size,
+        f"A pair of two identical answers has a gradient in every declared part: {', '.join(map(str, found))}. Roles "
+        "are mixed up, one side is masked or normalised differently, or another term is in the loss (declare its "
+        "weight, Setting(value, \"weight\"); where each answer is weighed by itself, as in SPPO, NCA and BCO, "
+        "pairwise=False).",
+    )  # fmt: skip
+    if row.outcome == "holds":
+        return row
+    step, known = probe.step, {*probe.step.roles.values(), *probe.step.sides, *probe.step.sides.values()}
+    others = [k for k, v in step.batch.items() if k not in known and isinstance(v, Tensor) and v.ndim > 1]
+    with probe.may_refuse(IDENTICAL):
+        others = [k for k in others if probe.change({**same, k: same[k].flip(0, 1)}, same) > probe.tolerance]
+    roles = f'roles={{"chosen_attention": …, "rejected_attention": …}}, or masks, for {", ".join(others)},'
+    missing = roles if others else undeclared(probe, step.batch, same, probe.tolerance)
+    return LAW.not_declared(IDENTICAL, missing) if missing else row
 
 
 def swapped(step: Step, batch: Mapping[str, Any]) -> edits.Batch:
     """Chosen and rejected answers exchanged, with their masks and references."""
     other = dict(batch)
-    for chosen, rejected in sides(step):
+    for chosen, rejected in step.sides.items():
         other[chosen], other[rejected] = batch[rejected], batch[chosen]
     return other | {key: batch[key].flip(1) for key in stacked(step)}
 
@@ -87,20 +103,18 @@ def exchanged(step: Step) -> edits.Batch:
 
 def can_be_swapped(step: Step) -> bool:
     """Whether everything that belongs to one answer has a counterpart, so that the answers can be swapped."""
-    apart = {k for pair in sides(step) for k in pair}
-    named = all(k in apart for k in step.batch if "chosen" in k or "rejected" in k)
-    return named and {step.roles["chosen"], step.roles["rejected"]} <= apart
+    return not step.named_sides[1]
 
 
 def _identical_answers(step: Step) -> edits.Batch:
     """Every rejected answer is replaced by the chosen one, with its masks and reference."""
-    same = {rejected: step.batch[chosen] for chosen, rejected in sides(step)}
+    same = {rejected: step.batch[chosen] for chosen, rejected in step.sides.items()}
     return {**step.batch, **same, **{k: step.batch[k][:, :1].expand_as(step.batch[k]).clone() for k in stacked(step)}}
 
 
 def _remaining(probe: Probe) -> Part:
     """The loss without its declared terms, where anything is left of it."""
-    part = Part({**probe.step.terms_off, **probe.step.pure})
+    part = next(parts(probe))
     return part if part.gradient(probe, None).norm() > 0 else Part({})
 
 
@@ -108,15 +122,15 @@ def _margin(probe: Probe, part: Part) -> Rows:
     """Descending the loss must widen the margin; and at the reference every pair has the same weight."""
     step = probe.step
     units = _units(step, torch.stack(tuple(probe.forward(step.logprobs))))
-    wider, *others = [probe.pull((now[0] - now[1]).sum(), retain=True) for now in units]
-    cosine = widest = -part.gradient(probe, step.batch).cosine(wider)
+    wider = {unit: probe.pull((now[0] - now[1]).sum(), retain=True) for unit, now in units.items()}
+    cosine = widest = -part.gradient(probe, step.batch).cosine(wider[""])
     measured = f"cosine {beside(cosine, NEAR)} between -∇L and ∇(chosen - rejected)"
     referred = set(REFERENCES) <= step.roles.keys()
     if referred:  # a margin beyond its target (IPO) is legitimately drawn back; at the reference none is
-        there = _at_reference(probe, part, [now.detach() for now in units])
-        alike = max((-there.cosine(w) for w in (wider, *others)), key=abs)
-        widest = max(cosine, alike)
-        measured += f", {beside(alike, NEAR)} at the reference" if cosine <= NEAR else ""
+        there = _at_reference(probe, part, units)
+        alike = {unit: -there.cosine(w) for unit, w in wider.items()}
+        widest = max(cosine, alike[""])
+        measured += f", {beside(alike[''], NEAR)} at the reference" if cosine <= NEAR else ""
     yield probe.descends(
         "descending widens the margin", measured, widest,
         "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", NEAR,
@@ -124,49 +138,84 @@ def _margin(probe: Probe, part: Part) -> Rows:
     if referred and (not step.pairwise or step.value_is_loss is False):
         yield LAW.not_applicable(ALIKE, "pairs weigh differently by declaration")
     elif referred:
-        yield LAW.finding(
-            ALIKE, f"cosine {abs(alike):.3f} between ∇L and the plain sum over pairs", "1",
-            abs(alike) > 1 - max(probe.tolerance, 1e-2),
+        room = max(probe.tolerance, 1e-2)
+        fits = [unit for unit, c in alike.items() if abs(c) >= 1 - room]
+        way = f"logprobs= in the unit that the loss compares ({', '.join(fits)})"
+        yield LAW.not_declared(ALIKE, way) if fits and "" not in fits else LAW.agrees(
+            ALIKE, 1 - abs(alike[""]), room,
             "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
             "reference enters with the wrong sign, on the wrong side, or normalised differently; or pairs have weights "
             "of their own: declare them (role weights; value_is_loss=False where the loss makes them under a detach); "
             "or each answer is weighed by itself: pairwise=False.",
+            "cosine 1 - {} between ∇L and the plain sum over pairs",
         )  # fmt: skip
 
 
-def _units(step: Step, now: Tensor) -> list[Tensor]:
-    """The log-probs of both sides [2, P] as they are, over the answers' lengths (sums) and times them (averages)."""
+def _units(step: Step, now: Tensor) -> dict[str, Tensor]:
+    """The log-probs of both sides [2, P] as they are declared, over the answers' lengths and times them."""
     masks = [m for side in edits.SIDES if (m := step.value(f"{side}_mask")) is not None]
     counts = torch.stack([m.flatten(1).sum(-1).clamp(min=1) for m in masks]) if len(masks) == 2 else None
-    return [now] if counts is None or counts.shape != now.shape else [now, now / counts, now * counts]
+    if counts is None or counts.shape != now.shape:
+        return {"": now}
+    return {"": now, "over the lengths": now / counts, "times the lengths": now * counts}
 
 
-def _at_reference(probe: Probe, part: Part, units: list[Tensor]) -> Gradient:
+def _at_reference(probe: Probe, part: Part, units: dict[str, Tensor]) -> Gradient:
     """∇L where the policy is its own reference, and every pair counts alike. The reference is in the unit of
-    ``logprobs``, unless the stored numbers are several times nearer to another one."""
+    ``logprobs``, unless the stored numbers are several times nearer to another one, which is noted."""
     step = probe.step
     batch = dict(step.batch)
     for role in (r for r in ("weights", "margin") if r in step.roles):
         value: Tensor = batch[step.roles[role]]
         mean = value.float().mean().to(value.dtype).expand_as(value).clone()
         batch[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
-    stored = torch.stack([batch[step.roles[role]].reshape(units[0][0].shape) for role in REFERENCES])
-    far = [float((stored / now).log().abs().max()) for now in units]
-    nearest = min(range(len(far)), key=far.__getitem__)
-    for role, own in zip(REFERENCES, units[nearest if far[nearest] < far[0] / 3 else 0], strict=True):
+    stored = torch.stack([batch[step.roles[role]].reshape(units[""][0].shape) for role in REFERENCES])
+    far = {unit: float((stored / now.detach()).log().abs().max()) for unit, now in units.items()}
+    unit = nearest if far[nearest := min(far, key=far.__getitem__)] < far[""] / 3 else ""
+    note = f"guessed from numbers: the references are in the unit of logprobs {unit}"
+    probe.notes += (note,) if unit and note not in probe.notes else ()
+    for role, own in zip(REFERENCES, units[unit].detach(), strict=True):
         old: Tensor = batch[step.roles[role]]
         batch[step.roles[role]] = own.reshape(old.shape).to(old.dtype)
     return part.gradient(probe, batch)
 
 
-def _smoothing(probe: Probe, pull: RelativeGradient | None) -> Rows:
+def _target(probe: Probe, part: Part) -> Rows:
+    """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, less so with a larger
+    target, so a far larger one decides. Another number of that name does not strengthen a pair where it is smaller."""
+    step, key = probe.step, probe.step.roles.get("margin")
+    name = key or step.first("target")
+    if name is None or step.rows_interact or not (key or step.knobs[name] > 0) or not probe.afford(4, keep=0.0):
+        return
+    one, subject = edits.take_rows(step, torch.tensor([0])), f"a larger {name}"
+
+    def pull(more: float) -> float:
+        batch = {**one, name: one[name] + more} if key else one
+        knobs = part.knobs if key else {**part.knobs, name: step.knobs[name] + more}
+        return Part(knobs, part.less).gradient(probe, batch).norm()
+
+    with probe.may_refuse(subject):
+        size = float(one[key].abs().max()) + 1 if key else step.knobs[name]
+        here, larger, smaller = pull(0.0), max(pull(size), pull(1e3)), pull(-1e3)
+    least = here * (1 - max(probe.tolerance, 1e-3))
+    if larger < least and not least < smaller < math.inf:
+        raise Ends(LAW.not_applicable(subject, "nor does a smaller one strengthen a pair"))
+    row = probe.descends(
+        subject, f"one pair's gradient is {larger:.3g}, before {here:.3g}", larger,
+        f"{name} is the margin by which the chosen answer must win, so a larger one needs a larger gradient. Here the "
+        "gradient shrinks: it is added to the margin instead of subtracted, or its sign is reversed.", least,
+    )  # fmt: skip
+    yield LAW.doubtful(row) if name in step.guesses else row
+
+
+def _smoothing(probe: Probe, part: Part) -> Rows:
     """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped pair.
     With a target margin the two are not equal, but point the same way."""
     step = probe.step
-    knob = next((n for n, k in step.kinds.items() if k == "smoothing" and isinstance(step.knobs.get(n), float)), None)
-    if knob is None or pull is None or not can_be_swapped(step):
+    knob = step.first("smoothing")
+    if knob is None or not can_be_swapped(step):
         return
-    knobs = pull.part.knobs
+    knobs = part.knobs
     try:
         here = probe.gradient(step.batch, {**knobs, knob: 0.1})
         there = probe.gradient(swapped(step, step.batch), {**knobs, knob: 0.9})

@@ -1,20 +1,24 @@
-"""The part of a loss that a law is about, where other terms are in it too.
+"""The parts of a loss, by its declarations: the loss with every declared term off and ``pure`` settings set, and each
+term by itself, which is the loss with it less the loss without.
 
-Every declared term is switched off, and ``pure`` settings are set; where nothing is left then (α·KL + β·CE with both
-weights declared), or where the rest is not what is asked about (ORPO: the likelihood has weight 1, the preference λ),
-each term is taken by itself: the loss with it less the loss without. Those whose weight has no metric come last.
+A declaration says what weighs a term, and not which part is the preference (or the divergence): DPO + α·CE keeps it
+when its term is off, in ORPO it is the term λ, in α·KL + β·CE one of two. So the laws of identical answers and
+identical distributions require that one of the declared parts has no gradient there; where only a part by another
+setting has none, that setting's kind is not declared.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from earnest_audit.gradient import Gradient
 from earnest_audit.probe import Probe
 
-STRONG = 100.0  # times its weight a term exceeds what it is subtracted from, in bf16 too; KG checks that it is a weight
+SEPARATES = 100.0  # times its weight a term exceeds what it is subtracted from, in bf16 too; KG checks its kind
 
 
 @dataclass(frozen=True)
@@ -39,12 +43,13 @@ class Part:
         return max(probe.gradient(batch, self.knobs).norm(), rest)
 
 
-def parts(probe: Probe) -> Iterator[Part]:
-    """What is left with every declared term off, then each term by itself."""
-    quiet = {**probe.step.terms_off, **probe.step.pure}
+def parts(probe: Probe, *more: str) -> Iterator[Part]:
+    """What is left with every declared term (and ``more``) off, then each term (or only ``more``) by itself."""
+    step = probe.step
+    quiet = {**step.terms_off, **step.pure, **dict.fromkeys(more, 0.0)}
     yield Part(quiet)
-    for knob in (k for k in (*probe.step.weights.values(), *probe.step.switches) if k not in probe.step.pure):
-        yield Part({**quiet, knob: STRONG * (float(probe.step.knobs[knob]) or 1.0)}, quiet, knob)
+    for knob in more or [k for k in (*step.weights.values(), *step.switches) if k not in step.pure]:
+        yield Part({**quiet, knob: SEPARATES * float(step.declared[knob].value or 1.0)}, quiet, knob)
 
 
 @dataclass(frozen=True)
@@ -54,27 +59,45 @@ class RelativeGradient:
     part: Part
     usual: Gradient
     size: float
-    finite: bool
+
+    def __str__(self) -> str:
+        return f"gradient {self.size:.2g} of the usual" + (f" ({self.part.term} alone)" if self.part.term else "")
 
 
-def weakest(
-    probe: Probe, usual: Mapping[str, Any] | None, same: Mapping[str, Any], room: float
-) -> RelativeGradient | None:
-    """The first part that has a gradient on ``usual`` and none on ``same``; else the first that has one at all."""
-    first: RelativeGradient | None = None
-    for part in parts(probe):
+def relative(
+    probe: Probe, usual: Mapping[str, Any], same: Mapping[str, Any], room: float, *more: str
+) -> list[RelativeGradient]:
+    """Of every part that has a gradient on ``usual``, up to one that has none on ``same``, which comes first."""
+    found: list[RelativeGradient] = []
+    for part in parts(probe, *more):
         try:
             present = part.gradient(probe, usual)
         except Exception:
-            if part.less is None:
+            if part.less is None and not more:
                 raise
             continue  # the step refuses such a weight, as it may
         if present.norm() <= probe.tolerance * (0.0 if part.less is None else part.scale(probe, usual)):
             continue  # nothing is left of the loss here
         there = part.gradient(probe, same)
         scale = present.norm() if part.less is None else max(present.norm(), part.scale(probe, same))
-        pull = RelativeGradient(part, present, there.norm() / max(scale, 1e-300), there.finite())
-        if pull.size <= room and pull.finite:
-            return pull
-        first = first or pull
-    return first
+        pull = RelativeGradient(part, present, there.norm() / max(scale, 1e-300) if there.finite() else math.inf)
+        if pull.size <= room:
+            return [pull, *found]
+        found.append(pull)
+    return found
+
+
+def undeclared(probe: Probe, usual: Mapping[str, Any], same: Mapping[str, Any], room: float) -> str | None:
+    """What is to be declared where a setting of no known kind weighs a term linearly, and the loss without that term,
+    or the term by itself, has no gradient on ``same``."""
+    step = probe.step
+    plain = [k for k in step.numbers.keys() & step.knobs.keys() - step.guesses.keys() - step.pure.keys()
+             if step.declared[k].kind == "setting" and step.numbers[k] and probe.afford(8)]  # fmt: skip
+    for knob in sorted(plain):
+        off, term = parts(probe, knob)
+        with suppress(Exception):  # the step refuses such a weight, as it may
+            twice = Part({**term.knobs, knob: 2 * term.knobs[knob]}, off.knobs).gradient(probe, usual)
+            linear = twice.distance(term.gradient(probe, usual).times(2.0)) <= probe.tolerance
+            if linear and (found := relative(probe, usual, same, room, knob)) and found[0].size <= room:
+                return f'settings={{"{knob}": Setting({step.numbers[knob]:g}, "weight")}}, if it weighs another term,'
+    return None

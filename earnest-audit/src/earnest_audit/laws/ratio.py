@@ -13,6 +13,7 @@ linearity check.
 Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
 gradient as a whole: neither is judged.
 Warns: (unless proximal, behaviour and advantages are declared: the ratio is to proximal, behaviour only corrects)
+advantages that the loss whitens over the batch (declare rows_interact=True),
 V-trace, where the returns contain the ratios of later tokens, and losses with another power of the ratio by design.
 Detects: slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared ratio
 """
@@ -64,14 +65,14 @@ def check(probe: Probe) -> Rows:
 
 def reach(probe: Probe) -> float:
     """ρ: inside half of every declared clip, and as far from 1 as the dtype needs."""
-    sizes = [float(probe.step.knobs[k]) for k in probe.step.clips]
+    sizes = [float(probe.step.numbers[k]) for k in probe.step.clips]
     inside = min([v if v < 1 else v - 1 for v in sizes if v > 0 and v != 1], default=1.0)
     return 1 + min(0.15 if probe.coarse else 0.04, 0.5 * inside)
 
 
 def wider(probe: Probe) -> dict[str, Any]:
-    """Every clip a quarter wider: without effect at ratio 1, and at ρ."""
-    return {knob: float(probe.step.knobs[knob]) * 1.25 for knob in probe.step.clips}
+    """Every clip that may be any number a quarter wider: without effect at ratio 1, and at ρ."""
+    return {knob: probe.step.numbers[knob] * 1.25 for knob in probe.step.clips if knob in probe.step.knobs}
 
 
 def on_policy(probe: Probe) -> edits.Batch:
@@ -131,7 +132,7 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
         subject, f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
         f"a power from 0 to 1, up to {SLACK + error:.2g}", -SLACK - error <= k <= 1 + SLACK + error,
         f"The gradient is proportional to the power {k:.1f} of the weight, which must be 1 (0 without a weight): "
-        f"{fault}.",
+        f"{fault}; or the loss whitens its advantages over the batch: declare rows_interact=True.",
     )  # fmt: skip
 
 

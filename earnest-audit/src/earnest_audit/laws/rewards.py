@@ -1,14 +1,18 @@
-"""PG-REWARD: A better reward makes its row more likely, and a KL in the reward is a cost.
+"""PG-REWARD: A better reward makes its row more likely, rewards that are equal within every group give a zero gradient,
+and a KL in the reward is a cost.
 
 one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
+rewards that are equal within every group     have a zero gradient, however the groups differ
 a row at the reference, not above it          is raised (a KL in the reward is a cost)
 
-Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role reference for the KL
+Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference for the
+KL
 How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
 compared with that row's ∇Σlp.
 Exceptions: Only reward values that occur are used, since some estimators divide by a mean. A row that the loss leaves
-out has no weight, and the next is tried.
-Detects: a baseline with the wrong sign, a KL that is added to the reward (TRL #463)
+out has no weight, and the next is tried. With a critic's values, or a baseline over the batch (rows_interact=True),
+equal groups may have a gradient.
+Detects: a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)
 """
 
 from __future__ import annotations
@@ -42,6 +46,25 @@ def check(probe: Probe) -> Rows:
     yield better
     if "reference" in step.roles:
         yield from _reference(probe, row, scores)
+    if "group" in step.roles and not step.rows_interact and "values" not in step.roles:
+        yield _equal(probe)
+
+
+def _equal(probe: Probe) -> Finding:
+    """Every row of a group gets one reward, whose mean is exact, the groups different ones. What is left where all rows
+    have the same is no matter of groups (a price of length)."""
+    base, key = on_policy(probe), probe.step.roles["rewards"]
+    _, group = base[probe.step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
+    same = torch.ones_like(base[key])
+    apart = torch.where(group % 2 == 0, 1.0, 0.5 if same.is_floating_point() else 0.0).to(same.dtype)
+    one, other = (probe.gradient({**base, key: values}, probe.quiet) for values in (same, apart))
+    left = one.minus(other).norm() / max(at_one(probe).gradient.norm(), 1e-300)
+    return probe.vanishes(
+        "rewards that are equal within every group", left,
+        "All answers to each prompt have the same reward, and there is a gradient: the baseline is another group's, or "
+        "the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against interleaved).",
+        NEAR,
+    )  # fmt: skip
 
 
 def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:

@@ -136,8 +136,8 @@ def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -
         by = (moved - old).abs().reshape(len(old), -1)
         away[key] = torch.where((by == by.amax(-1, keepdim=True)).reshape(old.shape), moved, old)
     with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
-        shadow = probe.twin(torch.float64)
-        theirs, mine = shadow.look(edits.lifted(away, torch.float64)).loss, probe.look(away).loss
+        shadow = probe.twin()
+        theirs, mine = shadow.look(edits.lifted(away)).loss, probe.look(away).loss
     probe.cost += shadow.cost
     largest = min(torch.finfo(p.dtype).max for p in probe.parameters.values())
     return probe.fair(LAW.finding(
