@@ -73,18 +73,18 @@ def test_a_loss_that_hides_its_slope_in_its_last_bit_is_not_accused() -> None:
 
 
 @pytest.mark.parametrize("detached", [False, True])
-def test_a_float64_copy_that_rounds_to_fp32_is_given_a_longer_step(detached: bool) -> None:
-    """As a norm does that computes in fp32: below 1e-3 of the parameters' norm, rounding is more than the change."""
+def test_a_float64_copy_that_rounds_to_fp32_is_taken_to_be_exact_to_a_unit_of_it(detached: bool) -> None:
+    """As with a norm that computes in fp32: a unit of the loss, over the step, is more than a twentieth of the slope."""
     outcomes = []
     for seed in range(6):
         torch.manual_seed(seed)
         model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
 
         def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-            square = ((model(batch["x"]).float() + 3000) - 3000).square()
-            return (square + square.detach() if detached else square).mean()
+            square = model(batch["x"]).float().square()
+            return (100 + (square * square.detach() if detached else square)).mean()
 
-        step = Step(model, loss, {"x": torch.randn(2, 3)}, value_is_loss=True)
+        step = Step(model, loss, {"x": 1 + torch.rand(2, 3)}, value_is_loss=True)
         (row,) = audit(step, laws=[finite_difference.LAW]).findings
         outcomes.append(row.outcome)
     assert outcomes == ["fails" if detached else "holds"] * 6

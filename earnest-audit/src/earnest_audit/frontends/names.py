@@ -72,7 +72,7 @@ def metrics(step: Step, returned: Iterable[str]) -> dict[str, Metric]:
 
 def notes(step: Step, probe: Probe) -> tuple[str, ...]:
     """The guesses that laws used. ``step``: as it was declared."""
-    kinds = {n: k for n, k in _guessed(step).items() if READ_BY[k] == step.kind and n not in step.terms_off}
+    kinds = {n: k for n, k in _guessed(step).items() if n not in step.terms_off}
     found: Mapping[str, Metric] = vars(probe).get("metrics", {})
     of_metrics = {name: m.kind for name, m in found.items() if m.kind and not _declared(step, name)}
     return tuple(
@@ -93,7 +93,8 @@ def declared(values: Mapping[str, Any]) -> dict[str, Setting]:
 
 def _guessed(step: Step) -> dict[str, Kind]:
     plain = {name: value for name, value in step.settings.items() if not isinstance(value, Setting)}
-    return _usual(plain) | {n: kind for n in step.options if step.kinds[n] == "setting" and (kind := _mode(step, n))}
+    modes = {n: kind for n in step.options if step.kinds[n] == "setting" and (kind := _mode(step, n))}
+    return {name: kind for name, kind in (_usual(plain) | modes).items() if READ_BY[kind] == step.kind}
 
 
 def _mode(step: Step, option: str) -> Kind | None:

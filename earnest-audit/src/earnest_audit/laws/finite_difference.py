@@ -33,9 +33,10 @@ from earnest_audit.restore import with_dropout
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
-# Lengths of a step, of the parameters' norm: a clip has corners and a sum has rounding. In float64 short ones
-# first: one step of 16 bits is longer. A float64 copy may still compute its norms in fp32, and needs the last one.
-LENGTHS, EXACT = (1e-3, 1e-2, 1e-4, 3e-5, 1e-5), (1e-4, 1e-5, 1e-6, 1e-3)
+# Lengths of a step, of the parameters' norm: a clip has corners and a sum has rounding. In float64 only short ones: one
+# step of 16 bits is longer.
+LENGTHS, EXACT = (1e-3, 1e-2, 1e-4, 3e-5, 1e-5), (1e-4, 1e-5, 1e-6)
+FLOAT32 = torch.finfo(torch.float32).eps
 ALONG, DROPOUT = "loss along its own gradient", "loss along its own gradient, dropout on"
 SPENT = "not checked: the budget is spent"
 MEANING = (
@@ -153,17 +154,21 @@ def slopes(
     knobs: Mapping[str, Any] | None = None,
 ) -> tuple[float, float]:  # fmt: skip
     """The slope along a direction by the gradient (by default: the direction; 0 where there is none that is finite),
-    and the nearest finite difference."""
+    and the nearest finite difference. A float64 copy may have a norm that computes in fp32: its losses are taken to be
+    exact to a unit of fp32."""
     if along.norm() == 0 or not along.finite():
         return 0.0, 0.0
     size = along.norm() if gradient is None else gradient.dot(along) / along.norm()
     found: list[float] = []
-    for length in EXACT if all(p.dtype == torch.float64 for p in probe.parameters.values()) else LENGTHS:
+    lengths = EXACT if all(p.dtype == torch.float64 for p in probe.parameters.values()) else LENGTHS
+    for length in lengths:
         reach, values = probe.reach(length), []
         for sign in (+1, -1):
             with probe.along(along, sign * reach):
                 values.append(probe.look(dict(batch), knobs).loss)
-        found.append((values[0] - values[1]) / (2 * reach))
+        slope, grain = (values[0] - values[1]) / (2 * reach), FLOAT32 * max(map(abs, values)) / reach
+        grain = grain if length == EXACT[0] and lengths is EXACT else 0.0  # at shorter ones it hides the slope
+        found.append(max(slope - grain, min(slope + grain, size)))
         if abs(found[-1] - size) <= NEAR * abs(size):
             break
     return size, min(found, key=lambda slope: abs(slope - size))
