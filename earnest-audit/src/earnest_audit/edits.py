@@ -195,8 +195,8 @@ def add_masked_row(step: Step) -> Batch:
 
 def _ignored(step: Step) -> dict[str, int]:
     """Masks and labels of the batch, with the value that takes a place out of the loss."""
-    values = {"mask": 0, "labels": step.ignore_index}
-    declared = {step.roles[role]: value for role, value in values.items() if role in step.roles}
+    values = {"mask": 0, "labels": step.ignored if "labels" in step.roles else None}
+    declared = {step.roles[r]: value for r, value in values.items() if r in step.roles and value is not None}
     return declared | dict.fromkeys(step.masks, 0)
 
 

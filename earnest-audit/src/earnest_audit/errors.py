@@ -10,6 +10,10 @@ class EarnestError(ValueError):
     """Base of every error that a user can cause and fix; the command line prints it without a traceback."""
 
 
+class Undeclared(EarnestError):
+    """What an edit needs and neither the declarations nor the batch have; its text is the missing declaration."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """'did you mean X?' for a known name that ``name`` may be a misspelling of, else the list of known names.
 

@@ -10,13 +10,14 @@ from torch import nn
 
 from earnest_audit import edits
 from earnest_audit.frontends.inference import infer
+from earnest_audit.frontends.layout import with_guessed_rows
 from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
 from earnest_audit.places import caller, place_of
 from earnest_audit.probe import Probe
 from earnest_audit.step import Loss, Step, StepError
 from earnest_audit.subjects import Subject
-from earnest_audit.verdict import Finding, Verdict, unchecked
+from earnest_audit.verdict import Finding, Verdict
 
 LISTENERS: list[Callable[[Verdict], None]] = []
 """Each is called with every verdict; `earnest audit SCRIPT.py` collects them here."""
@@ -57,6 +58,7 @@ def audit(
     RUNNING.append(subject)
     try:
         if isinstance(subject, Step):
+            subject = with_guessed_rows(subject)
             verdict = _step(subject, quick, laws, progress)
         else:
             verdict = Verdict(tuple(subject.check()), title=f"{type(subject).__name__}, checked")
@@ -122,4 +124,4 @@ def _rows(law: Law, probe: Probe) -> Iterator[Finding]:
     except Ends as last:
         yield last.row
     except Exception as error:
-        yield unchecked(law.code, law.name, error)
+        yield law.unchecked(law.name, error)

@@ -29,24 +29,27 @@ from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 
 REFERENCES = ("reference_chosen", "reference_rejected")
+TERMS = 'pairwise=True, and settings={name: Setting(value, "weight")} for every term beside the pairs,'
 IDENTICAL, ALIKE = "identical pairs", "at the reference every pair has the same weight"
 
 
 def check(probe: Probe) -> Rows:
     step, pull = probe.step, None
-    if not step.pairwise:
+    if step.pairwise is False:
         yield LAW.not_applicable(IDENTICAL, "each answer is weighed by itself, by declaration")
     elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
         yield LAW.not_applicable(IDENTICAL, "shapes differ", "chosen and rejected are padded differently.")
     else:
         same = probe.kept_batch(IDENTICAL, lambda: _identical_answers(step))
         pull = weakest(probe, step.batch, same, probe.tolerance)
-        yield LAW.not_applicable(IDENTICAL, "no gradient: see GL") if pull is None else probe.vanishes(
+        row = LAW.not_applicable(IDENTICAL, "no gradient: see GL") if pull is None else probe.vanishes(
             IDENTICAL, pull.size,
             "A pair of two identical answers has a gradient: roles are mixed up, one side is masked or normalised "
             "differently, or another term is in the loss (declare its weight, Setting(value, \"weight\"); where each "
             "answer is weighed by itself, as in SPPO, NCA and BCO, pairwise=False).",
         )  # fmt: skip
+        unknown = step.pairwise is None and row.outcome == "fails"
+        yield LAW.not_declared(IDENTICAL, TERMS) if unknown else row
     if step.logprobs is None:
         yield LAW.not_declared("the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
     else:
@@ -121,7 +124,7 @@ def _margin(probe: Probe, part: Part) -> Rows:
         "descending widens the margin", measured, widest,
         "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", NEAR,
     )  # fmt: skip
-    if referred and (not step.pairwise or step.value_is_loss is False):
+    if referred and (step.pairwise is False or step.value_is_loss is False):
         yield LAW.not_applicable(ALIKE, "pairs weigh differently by declaration")
     elif referred:
         yield LAW.finding(

@@ -30,12 +30,18 @@ from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 
 PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
+ROWS = "rows_interact=False if rows are first and independent, True if not (in-batch negatives, time first),"
 # What doubling the rows multiplies the gradient by; undeclared, a root of the count or a sum beside a constant may be.
 COUNTED = {"mean": (0.99, 1.02), "sum": (1.98, 2.02), None: (0.99, 2.02)}
 EXPECTED = {"mean": '1×, reduction="mean"', "sum": '2×, reduction="sum"', None: "1× to 2×"}
 
 
 def check(probe: Probe) -> Rows:
+    unknown = probe.step.rows_interact is None
+    yield from (LAW.not_declared(r.subject, ROWS) if unknown and r.outcome == "fails" else r for r in _rows(probe))
+
+
+def _rows(probe: Probe) -> Rows:
     step = probe.step
     if step.rows < 2:
         yield LAW.not_applicable("rows", f"{step.rows} row", "A batch of one row has no order.")
