@@ -36,7 +36,7 @@ from earnest_audit.measure import Batch, Reading
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
-from earnest_audit.step import Step, check_fields
+from earnest_audit.step import Step, StepError, check_fields
 
 Sureness = Literal["sure", "likely"]
 TINY = 1e-6  # relative changes of the gradient up to this count as none
@@ -63,7 +63,8 @@ class InferredStep(Step):
     """A step whose roles were guessed."""
 
     inferred: tuple[Guess, ...] = ()
-    marks_none: bool = False  # the labels were guessed, and none of them is known to take a place out of the loss
+    marks_none: bool = False  # the labels were guessed, and no label is known to take a place out of the loss
+    rows_elsewhere: bool = False
 
     @property
     def ignored(self) -> int | None:
@@ -77,9 +78,14 @@ class InferredStep(Step):
     def remarks(self) -> tuple[str, ...]:
         """The lines that the verdict adds to its notes."""
         known = {guess.key for guess in self.inferred} | set(self.roles.values())
-        nothing = ", ".join(str(k) for k, v in self.batch.items() if isinstance(v, Tensor) and k not in known)
+        left = {k: v for k, v in self.batch.items() if isinstance(v, Tensor) and k not in known}
+        marked = [k for k, v in left.items() if editable(v) and v.ndim == 2 and bool((v == IGNORED[0]).any())]
         used = [f"guessed: {guess}" for guess in self.inferred]
-        none = [f"no role was found for {nothing}"] if nothing else []
+        none = [f"no role was found for {', '.join(map(str, left))}"] if left else []
+        if marked and "labels" not in self.roles:
+            none.append(f"{marked[0]} has entries of {IGNORED[0]}: roles={{'labels': {marked[0]!r}}} declares it")
+        elif self.rows_elsewhere:
+            none.append("no role was guessed, because the rows are not in the first dimension of every tensor")
         free = {k: v for k, v in numbers_of(self.loss).items() if k not in self.knobs}
         offered = [f"the loss has settings that are not declared: settings={free} declares them"] if free else []
         return (*used, *none, *offered, "Step(…, roles={role: key}) declares roles instead of guessing them")
@@ -90,21 +96,27 @@ def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], 
     declared roles are not guessed."""
     declared = renamed(declared)
     check_fields(declared)
-    given = dict(declared.pop("roles", {}))
+    given = declared.pop("roles", {})
+    for key, value in batch.items() if isinstance(batch, Mapping) else ():
+        if isinstance(value, Iterator) or (isinstance(value, Tensor) and value.is_nested):
+            how = "a nested tensor: give a padded one" if isinstance(value, Tensor) else "read only once: give a list"
+            raise StepError(f"the batch's {key!r} is {how}.")
     unknown = dict.fromkeys(("all_supervised",) if given else ("all_supervised", "rows_interact", "pairwise"))
     declared = unknown | declared
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)
     probe = Probe(base)
     with probe.open():
-        found = [] if not given and rows_elsewhere(probe) else _Inference(probe, given).run()
-    roles = given | {guess.role: guess.key for guess in found}
+        elsewhere = not given and rows_elsewhere(probe)
+        found = [] if elsewhere else _Inference(probe, given).run()
+    roles = dict(given) | {guess.role: guess.key for guess in found}
     ignored = ignored_label(batch[roles["labels"]]) if "labels" in roles else None
     marks_none = "labels" in roles.keys() - given.keys() and ignored is None and "ignore_index" not in declared
     if ignored is not None:
         declared.setdefault("ignore_index", ignored)
     return InferredStep(
-        model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), marks_none=marks_none, **declared
-    )
+        model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), marks_none=marks_none,
+        rows_elsewhere=elsewhere, **declared,
+    )  # fmt: skip
 
 
 def numbers_of(loss: Callable[..., Any]) -> dict[str, float]:
