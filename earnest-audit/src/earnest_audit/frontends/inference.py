@@ -31,12 +31,12 @@ from torch import Tensor, nn
 from earnest_audit.edits import next_of
 from earnest_audit.errors import Undeclared
 from earnest_audit.frontends.first_edition import renamed
-from earnest_audit.frontends.layout import editable, rows_elsewhere
+from earnest_audit.frontends.layout import check_batch, editable, rows_elsewhere
 from earnest_audit.measure import Batch, Reading
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
-from earnest_audit.step import Step, StepError, check_fields
+from earnest_audit.step import Step, check_fields
 
 Sureness = Literal["sure", "likely"]
 TINY = 1e-6  # relative changes of the gradient up to this count as none
@@ -97,10 +97,7 @@ def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], 
     declared = renamed(declared)
     check_fields(declared)
     given = declared.pop("roles", {})
-    for key, value in batch.items() if isinstance(batch, Mapping) else ():
-        if isinstance(value, Iterator) or (isinstance(value, Tensor) and value.is_nested):
-            how = "a nested tensor: give a padded one" if isinstance(value, Tensor) else "read only once: give a list"
-            raise StepError(f"the batch's {key!r} is {how}.")
+    check_batch(batch)
     unknown = dict.fromkeys(("all_supervised",) if given else ("all_supervised", "rows_interact", "pairwise"))
     declared = unknown | declared
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)

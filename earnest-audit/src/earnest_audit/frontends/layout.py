@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.probe import Probe
-from earnest_audit.step import Step
+from earnest_audit.step import Step, StepError
 
 CLOSE = 1e-3  # gradients this close count as equal
 DTYPES = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16,
@@ -23,6 +24,17 @@ PLAIN = (Tensor, np.ndarray, Mapping, list, tuple, str, int, float)  # their row
 def editable(tensor: Tensor) -> bool:
     """Whether its entries can be compared, sorted and replaced: not of sparse, nested, complex or rare tensors."""
     return tensor.layout == torch.strided and not tensor.is_nested and tensor.dtype in DTYPES and tensor.numel() > 0
+
+
+def check_batch(batch: Mapping[str, Any]) -> None:
+    """Raise where an entry cannot be read twice, or has no rows that could be edited."""
+    for key, value in batch.items() if isinstance(batch, Mapping) else ():
+        if isinstance(value, Iterator):
+            raise StepError(
+                f"the batch's {key!r} is a {type(value).__name__}, which can be read only once: give a list."
+            )
+        if isinstance(value, Tensor) and value.is_nested:
+            raise StepError(f"the batch's {key!r} is a nested tensor, whose rows cannot be edited: give a padded one.")
 
 
 def with_guessed_rows(step: Step) -> Step:

@@ -293,7 +293,7 @@ def _never_read(probe: Probe) -> Rows:
             probe.forward(loss, graph=False)
     except Exception:
         return  # some code takes plain dicts only
-    if unread := ", ".join(k for k in others if k not in recording.accessed):
+    if unread := ", ".join(str(k) for k in others if k not in recording.accessed):
         yield LAW.not_declared(f"never read: {unread}", f"the role of {unread}, where the loss should read it,")
 
 

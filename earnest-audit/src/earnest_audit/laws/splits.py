@@ -28,6 +28,7 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.parts import parts
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
+from earnest_audit.verdict import UNCHECKED
 
 PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
 ROWS = "rows_interact=False if rows are first and independent, True if not (in-batch negatives, time first),"
@@ -37,8 +38,9 @@ EXPECTED = {"mean": '1×, reduction="mean"', "sum": '2×, reduction="sum"', None
 
 
 def check(probe: Probe) -> Rows:
-    unknown = probe.step.rows_interact is None
-    yield from (LAW.not_declared(r.subject, ROWS) if unknown and r.outcome == "fails" else r for r in _rows(probe))
+    for row in _rows(probe):
+        judged = row.outcome != "fails" and not row.measured.startswith(UNCHECKED)
+        yield row if judged or probe.step.rows_interact is not None else LAW.not_declared(row.subject, ROWS)
 
 
 def _rows(probe: Probe) -> Rows:
