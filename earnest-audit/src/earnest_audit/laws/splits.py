@@ -9,7 +9,8 @@ where that is known
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
 Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
 parts: declared terms are checked one by one; undeclared ones are "not declared" where the sum holds with equally many
-tokens in every row. A loss that couples rows by definition declares rows_interact=True.
+tokens in every row. A loss that couples rows by definition declares rows_interact=True. Without any declared role, rows
+that fail are "not declared" in audit(model, loss, batch), and in a Step where the rows may not be first (time first).
 Warns: (whole = parts, where only terms fail whose weights have no metric, and no signal is declared) a term that is
 itself a sum of means, each over a count that no role declares (the depths of a multi-token prediction).
 Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
