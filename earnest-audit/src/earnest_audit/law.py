@@ -55,14 +55,13 @@ class Reporter:
 
     def unchecked(self, subject: str, error: Exception) -> Finding:
         """The row of a check that raised."""
-        if isinstance(error, Undeclared):
-            return self.not_declared(subject, str(error))
-        return unchecked(self.code, subject, error)
+        undeclared = isinstance(error, Undeclared)
+        return self.not_declared(subject, str(error)) if undeclared else unchecked(self.code, subject, error)
 
     def refused(self, subject: str, error: Exception, what: str = "cannot be run") -> Finding:
         """The row of an edit that the step refuses, as it may."""
         if isinstance(error, Undeclared):
-            return self.not_declared(subject, str(error))
+            return self.unchecked(subject, error)
         return self.not_applicable(subject, f"{what} ({type(error).__name__})", str(error)[:120])
 
 

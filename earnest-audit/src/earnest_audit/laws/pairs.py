@@ -48,8 +48,7 @@ def check(probe: Probe) -> Rows:
             "differently, or another term is in the loss (declare its weight, Setting(value, \"weight\"); where each "
             "answer is weighed by itself, as in SPPO, NCA and BCO, pairwise=False).",
         )  # fmt: skip
-        unknown = step.pairwise is None and row.outcome == "fails"
-        yield LAW.not_declared(IDENTICAL, TERMS) if unknown else row
+        yield LAW.not_declared(IDENTICAL, TERMS) if step.pairwise is None and row.outcome == "fails" else row
     if step.logprobs is None:
         yield LAW.not_declared("the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
     else:
