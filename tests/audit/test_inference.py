@@ -209,7 +209,7 @@ def xy() -> dict[str, Tensor]:
     return {"x": text[:, :-1], "y": text[:, 1:]}
 
 
-def actor_critic(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def actor_critic(model: Any, batch: Mapping[str, Any]) -> Tensor:
     logp, value = model["p"](batch["obs"]).log_softmax(-1), model["v"](batch["obs"])[..., 0]
     taken = logp.gather(-1, batch["act"][..., None])[..., 0]
     return -(taken * (batch["ret"] - value).detach()).mean() + 0.5 * (batch["ret"] - value).square().mean()

@@ -122,7 +122,7 @@ class Step:
                    the code takes exactly one row; None where that is not known
     ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
     ``empty_rows`` False where every row has a supervised token, so that one without may give NaN
-    ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO); None unknown
+    ``pairwise``   False where each answer is weighed by itself, not against its rival (SPPO, NCA, BCO); None: unknown
     """
 
     model: nn.Module

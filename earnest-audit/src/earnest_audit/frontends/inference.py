@@ -413,8 +413,8 @@ def _edits(tensor: Tensor) -> list[Tensor]:
     if tensor.ndim == 1:  # group numbers: renaming the groups would change nothing, so rows change their group
         return [tensor.roll(1)]
     values = tensor[tensor >= 0].unique()
-    changed = torch.where(tensor >= 0, next_of(values, tensor) if len(values) > 1 else tensor + 1, tensor)
+    other = torch.where(tensor >= 0, next_of(values, tensor) if len(values) > 1 else tensor + 1, tensor)
     if (ignored := ignored_label(tensor)) is None:
-        return [changed]
+        return [other]
     fewer = tensor.flatten().index_fill(0, (tensor.flatten() >= 0).nonzero()[::3, 0], ignored).view(tensor.shape)
-    return [changed, fewer]  # labels may be read for their places alone
+    return [other, fewer]  # labels may be read for their places alone
