@@ -98,8 +98,7 @@ def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], 
     check_fields(declared)
     given = declared.pop("roles", {})
     check_batch(batch)
-    unknown = dict.fromkeys(("all_supervised",) if given else ("all_supervised", "rows_interact", "pairwise"))
-    declared = unknown | declared
+    declared = dict.fromkeys(["all_supervised", *([] if given else ["rows_interact", "pairwise"])]) | declared
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)
     probe = Probe(base)
     with probe.open():
