@@ -40,14 +40,15 @@ from tests.audit.steps import STEPS
 assert losses and machinery and policy
 LAW_TESTS = ["tests/audit/laws", "tests/audit/test_correct_steps.py", "tests/audit/frontends"]
 RESULTS = Path(__file__).parent / "results" / "audit_roles.json"
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Step)}
 FIELDS = {field.name for field in dataclasses.fields(Step)} - {"model", "loss", "batch", "roles", "settings"}
 # What a user without declarations would not have written.
 UNDECLARED = {"logprobs", "student", "metrics", "paths", "reference", "family", "weighed"}
 
 
 def stripped(step: Step) -> InferredStep:
-    """The step with guessed roles; its settings' values and what couples its rows stay."""
-    kept = {name: getattr(step, name) for name in FIELDS - UNDECLARED}
+    """The step with guessed roles; its settings' values and other declarations that differ from the default stay."""
+    kept = {name: value for name in FIELDS - UNDECLARED if (value := getattr(step, name)) != DEFAULTS[name]}
     modes = {name: Setting(present, modes=others) for name, (present, *others) in step.options.items()}
     return infer(step.model, step.loss, step.batch, settings={**step.knobs, **modes}, **kept)
 
@@ -112,7 +113,7 @@ def declared_in_tests() -> list[dict[str, Any]]:
     for step in recorder.steps.values():
         try:
             found = stripped(step)
-        except Exception as error:
+        except (Exception, KeyboardInterrupt) as error:  # a test interrupts its own step
             print(f"{step.name}: {type(error).__name__}: {error}", flush=True)
             continue
         results.append({"step": step.name, "rows": rows_of(step, found)})

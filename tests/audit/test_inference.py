@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -196,3 +197,268 @@ def test_each_answers_attention_is_found_in_whichever_calls(right: bool, togethe
     assert guesses >= {f"guessed: {k} is {role}" for role, k in names.items()}
     (row,) = [f for f in verdict.findings if f.subject == "identical pairs"]
     assert row.outcome == ("holds" if right else "fails"), str(verdict)
+
+
+V, D = 23, 12
+
+
+class Causal(nn.Module):
+    """A causal mean over embedded tokens."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.embed, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+
+    def forward(self, ids: Tensor, attention: Tensor | None = None) -> Tensor:
+        shown = torch.ones_like(ids) if attention is None else attention
+        x = self.embed(ids) * shown[..., None]
+        return self.head(torch.tanh(x + x.cumsum(1) / shown.cumsum(1).clamp(min=1)[..., None]))
+
+
+def draw(*shape: int, high: int = 0, seed: int = 3) -> Tensor:
+    rng = torch.Generator().manual_seed(seed)
+    return torch.randint(1, high, shape, generator=rng) if high else torch.randn(*shape, generator=rng)
+
+
+def net(*sizes: int) -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
+def answers() -> dict[str, Tensor]:
+    """Ragged rows with prompts of three tokens; labels are -100 outside of the answers."""
+    lengths = torch.tensor([10, 7, 8, 6])[:, None]
+    place = torch.arange(10)[None]
+    shown = (place < lengths).long()
+    ids = draw(4, 10, high=V) * shown
+    return {"ids": ids, "attention": shown, "labels": torch.where((place >= 3) & (shown == 1), ids, -100)}
+
+
+def nll(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def marked(model: nn.Module, batch: Mapping[str, Any], shift: int = 1) -> Tensor:
+    """SFT whose labels only mark the places; the targets are the ids."""
+    on = (batch["labels"] != -100)[:, shift : shift + 9].float()
+    logits = model(batch["ids"], batch["attention"])[:, :-1].transpose(1, 2)
+    return (F.cross_entropy(logits, batch["ids"][:, 1:], reduction="none") * on).sum() / on.sum().clamp(min=1)
+
+
+def sft(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return nll(model(batch["ids"], batch["attention"])[:, :-1], batch["labels"][:, 1:])
+
+
+def xy() -> dict[str, Tensor]:
+    text = draw(4, 10, high=V)
+    return {"x": text[:, :-1], "y": text[:, 1:]}
+
+
+def actor_critic(model: Any, batch: Mapping[str, Any]) -> Tensor:
+    logp, value = model["p"](batch["obs"]).log_softmax(-1), model["v"](batch["obs"])[..., 0]
+    taken = logp.gather(-1, batch["act"][..., None])[..., 0]
+    return -(taken * (batch["ret"] - value).detach()).mean() + 0.5 * (batch["ret"] - value).square().mean()
+
+
+def contrast(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    a, b = (F.normalize(model(batch[k]), dim=-1) for k in ("a", "b"))
+    return F.cross_entropy(a @ b.T / 0.1, torch.arange(len(a)))
+
+
+def time_first(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return nll(model(batch["x"].T), batch["y"].T)
+
+
+def pair_loss(model: nn.Module, batch: Mapping[str, Any], tilt: float = 1.0) -> tuple[Tensor, Tensor]:
+    lp = [-F.cross_entropy(model(batch[k])[:, :-1].transpose(1, 2), batch[k][:, 1:], reduction="none").mean(-1)
+          for k in ("c", "r")]  # fmt: skip
+    return -F.logsigmoid(lp[0] - tilt * lp[1]).mean(), -lp[0].mean()
+
+
+def orpo(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    pair, likelihood = pair_loss(model, batch)
+    return pair + 0.5 * likelihood
+
+
+def weighed(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"], weight=batch["w"])
+
+
+def masked(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    off = (model(batch["x"])[..., 0] - batch["t"]).square() * batch["m"]
+    return off.sum() / batch["m"].sum().clamp(min=1)
+
+
+def bce(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return F.binary_cross_entropy_with_logits(model(batch["x"]), batch["y"].float())
+
+
+def ce(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    return F.cross_entropy(model(batch["x"]), batch["y"].long())
+
+
+def ctc(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    assert bool((batch["y"] >= 0).all()), "a label was written that is neither declared nor present"
+    return F.ctc_loss(model(batch["x"]).log_softmax(-1).transpose(0, 1), batch["y"], batch["n"], batch["k"])
+
+
+Case = tuple[nn.Module, Any, dict[Any, Any]]
+X, ROW = draw(6, 3), torch.tensor([0, 1, 1, 0, 1, 0])
+PAIRS = {"c": draw(4, 7, high=V, seed=1), "r": draw(4, 7, high=V, seed=2)}
+MASKED = {
+    "x": draw(4, 5, 3),
+    "t": draw(4, 5, seed=5),
+    "m": (torch.arange(5) < torch.tensor([[5], [3], [4], [2]])) * 1.0,
+}
+ROLLOUT = {"obs": draw(6, 4, 4), "act": draw(6, 4, high=3) - 1, "ret": draw(6, 4, seed=9)}
+SPEECH = {
+    "x": draw(4, 12, 5),
+    "n": torch.tensor([12, 10, 11, 9]),
+    "y": draw(4, 4, high=9),
+    "k": torch.tensor([4, 3, 2, 4]),
+}
+RIGHT: dict[str, Callable[[], Case]] = {
+    "classes": lambda: (net(3, 4), ce, {"x": X, "y": torch.tensor([0, 3, 1, 2, 0, 1])}),
+    "two classes": lambda: (net(3, 2), ce, {"x": X, "y": ROW}),
+    "two classes, bool": lambda: (net(3, 2), ce, {"x": X, "y": ROW.bool()}),
+    "two classes, int32": lambda: (net(3, 2), ce, {"x": X, "y": ROW.int()}),
+    "a column of two classes": lambda: (net(3, 1), bce, {"x": X, "y": ROW[:, None].float()}),
+    "several labels": lambda: (net(3, 4), bce, {"x": X, "y": draw(6, 4, high=3) - 1}),
+    "regression": lambda: (net(3, 8, 1), lambda m, b: F.mse_loss(m(b["x"])[:, 0], b["y"]), {"x": X, "y": draw(6)}),
+    "autoencoder": lambda: (net(3, 2, 3), lambda m, b: F.mse_loss(m(b["x"]), b["x"]), {"x": X}),
+    "a masked series": lambda: (net(3, 1), masked, MASKED),
+    "CTC": lambda: (net(5, 9), ctc, SPEECH),
+    "CTC, -100 after the target": lambda: (
+        net(5, 9),
+        lambda m, b: ctc(m, {**b, "y": b["y"].clamp(min=0), "k": (b["y"] >= 0).sum(-1)}),
+        {**SPEECH, "y": torch.where(torch.arange(4) < SPEECH["k"][:, None], SPEECH["y"], -100)},
+    ),
+    "SFT": lambda: (Causal(), sft, answers()),
+    "SFT, labels as a mask": lambda: (Causal(), marked, answers()),
+    "pre-training": lambda: (Causal(), lambda m, b: nll(m(b["x"]), b["y"]), xy()),
+    "pre-training, padded": lambda: (
+        Causal(), sft, answers() | {"labels": answers()["ids"].masked_fill(answers()["attention"] == 0, -100)}
+    ),
+    "A2C, time first": lambda: (nn.ModuleDict({"p": net(4, 3), "v": net(4, 1)}), actor_critic, ROLLOUT),
+    "ORPO": lambda: (Causal(), orpo, PAIRS),
+    "SimPO": lambda: (Causal(), lambda m, b: pair_loss(m, b)[0], PAIRS),
+    "in-batch negatives": lambda: (net(3, 4), contrast, {"a": X, "b": draw(6, 3, seed=8)}),
+    "time first": lambda: (Causal(), time_first, {k: v.T for k, v in xy().items()}),
+    "a weight for each class": lambda: (
+        net(3, 4), weighed, {"x": X[:4], "y": torch.tensor([0, 3, 1, 2]), "w": torch.tensor([1.0, 2, 0.5, 1])}
+    ),
+    "uint16 ids": lambda: (
+        Causal(), lambda m, b: m(b["x"].long()).square().mean(), {"x": draw(4, 5, high=9).to(torch.uint16)}
+    ),
+    "complex": lambda: (net(3, 2), lambda m, b: m(b["x"].abs()).square().mean(), {"x": torch.complex(X, X)}),
+    "whole numbers as keys": lambda: (net(3, 2), lambda m, b: F.cross_entropy(m(b[0]), b[1]), {0: X, 1: ROW}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right_steps_without_declarations_do_not_fail(name: str) -> None:
+    verdict = audit(*RIGHT[name]())
+    assert verdict.holds, str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("name", "law", "declared", "text"),
+    [
+        ("in-batch negatives", "SE", {"rows_interact": False}, "rows_interact="),
+        ("ORPO", "PAIR", {"pairwise": True}, "pairwise=True"),
+        ("pre-training", "CV", {"all_supervised": False}, "all_supervised=True"),
+        ("pre-training, padded", "CV", {"all_supervised": False}, "all_supervised=True"),
+    ],
+)
+def test_what_only_a_declaration_decides_is_not_declared_and_fails_with_it(
+    name: str, law: str, declared: dict[str, Any], text: str
+) -> None:
+    rows = [f for f in audit(*RIGHT[name]()).findings if f.law == law and f.outcome == "not declared"]
+    assert any(text in f.meaning for f in rows), rows
+    assert law in {f.law for f in audit(*RIGHT[name](), **declared).failures}
+
+
+BROKEN: dict[str, tuple[Callable[[], Case], str]] = {
+    "a term that ignores the mask": (
+        lambda: (net(3, 1), lambda m, b: masked(m, b) + 0.1 * m(b["x"]).square().mean(), MASKED), "MI"
+    ),
+    "labels as a mask, one place off": (lambda: (Causal(), lambda m, b: marked(m, b, 0), answers()), "MI"),
+    "labels that are not shifted": (
+        lambda: (Causal(), lambda m, b: nll(m(b["ids"], b["attention"]), b["labels"]), answers()), "CV-SHIFT"
+    ),
+    "a flipped sign": (lambda: (Causal(), lambda m, b: -sft(m, b), answers()), "NLL"),
+    "a term without a gradient": (
+        lambda: (Causal(), lambda m, b: sft(m, b) - 0.9 * sft(m, b).detach(), answers()), "FD"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_broken_steps_without_declarations_fail(name: str) -> None:
+    make, law = BROKEN[name]
+    assert law in {f.law for f in audit(*make()).failures}
+
+
+def test_a_guess_writes_no_ignored_label_that_is_neither_declared_nor_present() -> None:
+    model, loss, batch = RIGHT["pre-training"]()
+    seen: list[bool] = []
+
+    def heard(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        seen.append(bool((batch["y"] < 0).any()))
+        return loss(model, batch)
+
+    verdict = audit(model, heard, batch)
+    assert verdict.holds and not any(seen), str(verdict)
+    assert any("ignore_index" in f.meaning for f in verdict.findings if f.outcome == "not declared")
+    assert audit(model, heard, batch, ignore_index=-100).holds and any(seen)
+
+
+def test_targets_and_class_numbers_have_no_role() -> None:
+    for name in ("a column of two classes", "several labels", "classes", "two classes", "CTC, -100 after the target"):
+        model, loss, batch = RIGHT[name]()
+        assert "y" not in infer(model, loss, batch).roles.values(), name
+    model, loss, batch = RIGHT["a masked series"]()
+    assert infer(model, loss, batch).roles["mask"] == "m"
+    model, loss, batch = RIGHT["A2C, time first"]()
+    assert "labels" not in infer(model, loss, batch).roles
+
+
+def test_rows_that_are_not_first_are_not_declared_without_roles() -> None:
+    """Time first, and a weight for each of as many classes as rows; beside them an order that matters by mistake."""
+    for name in ("time first", "a weight for each class"):
+        model, loss, batch = RIGHT[name]()
+        verdict = audit(Step(model=model, loss=loss, batch=batch))
+        rows = [f for f in verdict.findings if f.law == "SE" and f.outcome == "not declared"]
+        assert not verdict.failures and rows and all("rows_interact=" in f.meaning for f in rows), str(verdict)
+    model, loss, batch = RIGHT["time first"]()
+    assert any("the rows are not in the first dimension" in note for note in audit(model, loss, batch).notes)
+    other = torch.arange(12.0)
+
+    def paired(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return (F.cross_entropy(model(batch["x"]), batch["y"], reduction="none") * other[: len(batch["y"])]).mean()
+
+    broken = audit(Step(model=net(3, 4), loss=paired, batch={"x": X, "y": torch.tensor([0, 3, 1, 2, 0, 1])}))
+    assert "SE" in {f.law for f in broken.failures}, str(broken)
+
+
+def test_a_declared_step_whose_rows_interact_fails() -> None:
+    model, loss, batch = RIGHT["in-batch negatives"]()
+    assert "SE" in {f.law for f in audit(Step(model=model, loss=loss, batch=batch)).failures}
+
+
+def test_labels_that_nothing_reads_are_named() -> None:
+    def unread(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return nll(model(batch["ids"], batch["attention"])[:, :-1], batch["ids"][:, 1:])
+
+    notes = audit(Causal(), unread, answers(), quick=True).notes
+    assert "labels has entries of -100: roles={'labels': 'labels'} declares it" in notes
+
+
+def test_entries_that_cannot_be_read_again_or_edited() -> None:
+    loss = lambda model, batch: model(X).square().mean()  # noqa: E731
+    with pytest.raises(StepError, match="'n' is a generator, which can be read only once: give a list"):
+        audit(net(3, 2), loss, {"x": X, "n": (i for i in range(3))})
+    with pytest.raises(StepError, match="'n' is a nested tensor, whose rows cannot be edited: give a padded one"):
+        audit(net(3, 2), loss, {"x": X, "n": torch.nested.nested_tensor([X, X[:2]])})

@@ -197,8 +197,9 @@ def add_masked_row(step: Step, least: bool = False) -> Batch:
 
 def _ignored(step: Step) -> dict[str, int]:
     """Masks and labels of the batch, with the value that takes a place out of the loss."""
-    values = {"mask": 0, "labels": step.ignore_index, **{f"{s}_mask": 0 for s in SIDES}}
-    declared = {step.roles[role]: value for role, value in values.items() if role in step.roles}
+    ignored = step.ignored if "labels" in step.roles else None
+    values = {"mask": 0, "labels": ignored, **{f"{s}_mask": 0 for s in SIDES}}
+    declared = {step.roles[r]: value for r, value in values.items() if r in step.roles and value is not None}
     return declared | dict.fromkeys(step.masks, 0)
 
 

@@ -14,6 +14,10 @@ class SubjectError(EarnestError):
     """A declaration of a subject is of another kind than it has to be, or a declared function gives another one."""
 
 
+class Undeclared(EarnestError):
+    """What an edit needs and neither the declarations nor the batch have; its text is the missing declaration."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """'did you mean X?' for a known name that ``name`` may be a misspelling of, else the list of known names.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal
 
+from earnest_audit.errors import Undeclared
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding, LawOutcome, judged, unchecked
 
@@ -59,10 +60,13 @@ class Reporter:
 
     def unchecked(self, subject: str, error: Exception) -> Finding:
         """The row of a check that raised."""
-        return unchecked(self.code, subject, error)
+        undeclared = isinstance(error, Undeclared)
+        return self.not_declared(subject, str(error)) if undeclared else unchecked(self.code, subject, error)
 
     def refused(self, subject: str, error: Exception, what: str = "cannot be run") -> Finding:
         """The row of an edit that the step refuses, as it may."""
+        if isinstance(error, Undeclared):
+            return self.unchecked(subject, error)
         return self.not_applicable(subject, f"{what} ({type(error).__name__})", str(error)[:120])
 
 

@@ -266,14 +266,14 @@ class RecordingBatch(dict[str, Any]):
 
     def __init__(self, values: Any = ()) -> None:
         super().__init__(values)
-        self.accessed: set[str] = set()
+        self.accessed: set[Any] = set()
 
 
 def _recording(name: str, one: bool) -> Callable[..., Any]:
     """A method of dict that records the key that it is called with, or all keys."""
 
     def method(batch: RecordingBatch, *args: Any) -> Any:
-        batch.accessed |= {str(args[0])} if one else set(dict.keys(batch))
+        batch.accessed |= {args[0]} if one else set(dict.keys(batch))
         return getattr(dict, name)(batch, *args)
 
     return method

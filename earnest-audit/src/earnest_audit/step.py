@@ -127,10 +127,10 @@ class Step:
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
     ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening), or where
-                   the code takes exactly one row
+                   the code takes exactly one row; None where that is not known
     ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
     ``empty_rows`` False where every row has a supervised token, so that one without may give NaN
-    ``pairwise``   False where each answer is weighed by itself and not against its rival (SPPO, NCA, BCO)
+    ``pairwise``   False where each answer is weighed by itself, not against its rival (SPPO, NCA, BCO); None: unknown
     """
 
     model: nn.Module
@@ -157,10 +157,10 @@ class Step:
     wide: Sequence[str] | None = None
     masks: Sequence[str] = ()
     ignore_index: int = -100
-    rows_interact: bool = False
+    rows_interact: bool | None = False
     drops_tokens: bool = False
     empty_rows: bool = True
-    pairwise: bool = True
+    pairwise: bool | None = True
     all_supervised: bool | None = False
     precision: torch.dtype | None = None
     tokenizer: Any = None
@@ -334,6 +334,11 @@ class Step:
     def value(self, role: str) -> Tensor | None:
         key = self.roles.get(role)
         return None if key is None else self.batch[key]
+
+    @property
+    def ignored(self) -> int | None:
+        """The label that takes a place out of the loss; None where another role does that."""
+        return self.ignore_index
 
     @property
     def kind(self) -> Family | None:

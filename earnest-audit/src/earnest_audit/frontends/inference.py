@@ -30,8 +30,10 @@ from torch import Tensor, nn
 
 from earnest_audit import executor
 from earnest_audit.edits import SIDES, Batch, next_of
+from earnest_audit.errors import Undeclared
 from earnest_audit.frontends import names
 from earnest_audit.frontends.first_edition import renamed
+from earnest_audit.frontends.layout import check_batch, editable, rows_elsewhere, with_guessed_rows
 from earnest_audit.law import Law
 from earnest_audit.measure import Reading
 from earnest_audit.precision import is_coarse
@@ -66,14 +68,29 @@ class InferredStep(Step):
     """A step whose roles were guessed."""
 
     inferred: tuple[Guess, ...] = ()
+    marks_none: bool = False  # the labels were guessed, and no label is known to take a place out of the loss
+    rows_elsewhere: bool = False
+
+    @property
+    def ignored(self) -> int | None:
+        if not self.marks_none:
+            return self.ignore_index
+        if "mask" in self.roles:
+            return None
+        raise Undeclared("ignore_index=-100 (or another label that the loss ignores)")
 
     @property
     def remarks(self) -> tuple[str, ...]:
         """The lines that the verdict adds to its notes."""
         known = {guess.key for guess in self.inferred} | set(self.roles.values())
-        nothing = ", ".join(k for k, v in self.batch.items() if isinstance(v, Tensor) and k not in known)
+        left = {k: v for k, v in self.batch.items() if isinstance(v, Tensor) and k not in known}
+        marked = [k for k, v in left.items() if editable(v) and v.ndim == 2 and bool((v == IGNORED[0]).any())]
         used = [f"guessed: {guess}" for guess in self.inferred]
-        none = [f"no role was found for {nothing}"] if nothing else []
+        none = [f"no role was found for {', '.join(map(str, left))}"] if left else []
+        if marked and "labels" not in self.roles:
+            none.append(f"{marked[0]} has entries of {IGNORED[0]}: roles={{'labels': {marked[0]!r}}} declares it")
+        elif self.rows_elsewhere:
+            none.append("no role was guessed, because the rows are not in the first dimension of every tensor")
         free = {k: v for k, v in numbers_of(self.loss).items() if k not in self.knobs}
         offered = [f"the loss has settings that are not declared: settings={free} declares them"] if free else []
         way_out = ["Step(…, roles={role: key}) declares roles instead of guessing them"] if used else []
@@ -109,6 +126,8 @@ def audit(
         what = ", ".join(declared) or "the loss and the batch"
         name = type(subject).__name__
         raise StepError(f"audit({name}(…)) takes nothing beside the {name}: give {what} to {name}(…).")
+    if isinstance(subject, Step):
+        subject = with_guessed_rows(subject)
     return executor.audit(subject, quick=quick, laws=laws, progress=progress, guess=names)
 
 
@@ -117,17 +136,25 @@ def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], 
     declared roles are not guessed."""
     declared = renamed(declared)
     check_fields(declared)
-    given = dict(declared.pop("roles", {}))
+    given = declared.pop("roles", {})
+    check_batch(batch)
+    declared = dict.fromkeys(["all_supervised", *([] if given else ["rows_interact", "pairwise"])]) | declared
     base = Step(model=model, loss=loss, batch=batch, roles=given, **declared)
-    found: list[Guess] = []
+    found, elsewhere = list[Guess](), False
     if base.trainable():  # else law GL fails, and roles do not matter
         probe = Probe(base)
         with probe.open():
-            found = _Inference(probe, given).run()
-    roles = given | {guess.role: guess.key for guess in found}
-    if "labels" in roles and "ignore_index" not in declared and (ignored := ignored_label(batch[roles["labels"]])):
-        declared["ignore_index"] = ignored
-    return InferredStep(model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), **declared)
+            elsewhere = not given and rows_elsewhere(probe)
+            found = [] if elsewhere else _Inference(probe, given).run()
+    roles = dict(given) | {guess.role: guess.key for guess in found}
+    ignored = ignored_label(batch[roles["labels"]]) if "labels" in roles else None
+    marks_none = "labels" in roles.keys() - given.keys() and ignored is None and "ignore_index" not in declared
+    if ignored is not None:
+        declared.setdefault("ignore_index", ignored)
+    return InferredStep(
+        model=model, loss=loss, batch=batch, roles=roles, inferred=tuple(found), marks_none=marks_none,
+        rows_elsewhere=elsewhere, **declared,
+    )  # fmt: skip
 
 
 def numbers_of(loss: Callable[..., Any]) -> dict[str, float]:
@@ -152,7 +179,7 @@ class _Inference:
 
     def run(self) -> list[Guess]:
         declared = set(self.given.values())
-        tensors = {k: v for k, v in self.batch.items() if isinstance(v, Tensor) and v.numel() and k not in declared}
+        tensors = {k: v for k, v in self.batch.items() if isinstance(v, Tensor) and editable(v) and k not in declared}
         for key, tensor in tensors.items():
             change, calls = self._effect(key, tensor)
             if change > TINY or calls:
@@ -179,13 +206,14 @@ class _Inference:
         return reading, layers
 
     def _effect(self, key: str, tensor: Tensor) -> tuple[float, frozenset[int]]:
-        """The effect of changing one tensor: on the gradient, and on which calls of the model's layers; none if the
-        step raises at every change."""
+        """The effect of changing one tensor: on the gradient, and on which calls of the model's layers; of the first
+        change that has any and at which the step does not raise."""
         for edited in _edits(tensor):
             with suppress(Exception):
                 reading, layers = self._seen({**self.batch, key: edited})
-                moved = (i for i, (a, b) in enumerate(zip(layers, self.layers, strict=False)) if a != b)
-                return self.base.gradient.distance(reading.gradient), frozenset(moved)
+                moved = frozenset(i for i, (a, b) in enumerate(zip(layers, self.layers, strict=False)) if a != b)
+                if (change := self.base.gradient.distance(reading.gradient)) > TINY or moved:
+                    return change, moved
         return 0.0, frozenset()
 
     def _with(self, changed: Mapping[str, Tensor]) -> Reading:
@@ -206,7 +234,7 @@ class _Inference:
         return {guess.role: guess.key for guess in self.guesses} | dict(self.given)
 
     def _tokens(self, keys: Sequence[str]) -> None:
-        ids = []
+        ids, labels = list[str](), list[str]()
         for key in keys:
             tensor, calls = self.batch[key], self.calls[key]
             steps = tensor[:, 1:] - tensor[:, :-1]
@@ -218,11 +246,15 @@ class _Inference:
                 self._add(key, "documents", "likely", "it stays or rises by one along a row")
             elif calls:
                 ids.append(key)
-            elif (ignored := ignored_label(tensor)) is not None:
+            else:
+                labels.append(key)
+        for key in labels:
+            ignored = ignored_label(self.batch[key])
+            if ignored is not None and self._takes_out(key, ignored):
                 sure: Sureness = "sure" if ignored == IGNORED[0] else "likely"
                 self._add(key, "labels", sure, f"only the loss reads it; {ignored} marks what is not supervised")
-            else:
-                self._add(key, "labels", "likely", "whole numbers that only the loss reads")
+            elif ignored is None and any(self.batch[k].shape == self.batch[key].shape for k in ids):
+                self._add(key, "labels", "likely", "whole numbers like the ids, which only the loss reads")
         if len(ids) == 1:
             self._add(ids[0], "ids", "sure", "whole numbers that the layers read")
         # A step along -gradient makes the chosen answers more likely and the rejected ones less.
@@ -249,11 +281,23 @@ class _Inference:
 
     def _rows(self, keys: Sequence[str]) -> None:
         for key in keys:
-            x = self.batch[key]
-            if _is_binary(x) and self._moves({key: 1 - x.int()}) > TINY:
+            numbers, places = self.batch[key].unique(return_inverse=True)
+            if self._moves({key: numbers.flip(0)[places]}) <= self.close:
+                self._add(key, "group", "likely", "a whole number for each row; other numbers change nothing")
+            elif _is_binary(numbers) and "ids" in self.roles:
                 self._add(key, "correct", "likely", "true or false for each row")
-            else:
-                self._add(key, "group", "likely", "a whole number for each row, and the gradient depends on it")
+
+    def _takes_out(self, key: str, off: int) -> bool:
+        """Whether this value takes places out of the loss: where all have it, little is left, 0/0, or the same gradient
+        over another count. A target of 0 (a class that is not there) teaches as much as one of 1."""
+        try:
+            left = self._with({key: torch.full_like(self.batch[key], off)}).gradient
+        except Exception:
+            return True
+        usual = self.base.gradient
+        if not left.finite() or left.norm() <= 0.5 * usual.norm():
+            return True
+        return left.distance(usual.times(left.best_scale(usual))) <= ROUGH
 
     def _masks(self, keys: Sequence[str]) -> None:
         sides, both = {role: key for role, key in self.roles.items() if role in SIDES}, list[str]()
@@ -270,7 +314,7 @@ class _Inference:
                 self._add(key, f"{mine[0]}_{kind}", "sure", f"{why}, for the {mine[0]} answers")
             elif not sides and calls and self._is_documents(key):
                 self._add(key, "documents", "likely", "it rises along a row, and the ids under a 0 matter")
-            elif not sides:
+            elif not sides and (calls or self._takes_out(key, 0)):
                 self._add(key, kind, "sure", why)
         left = [role for role in sides if f"{role}_attention" not in self.roles]
         for role, key in zip(left, both, strict=True) if len(left) == len(both) else ():
@@ -421,4 +465,8 @@ def _edits(tensor: Tensor) -> list[Tensor]:
     if tensor.ndim == 1:  # group numbers: renaming the groups would change nothing, so rows change their group
         return [tensor.roll(1)]
     values = tensor[tensor >= 0].unique()
-    return [torch.where(tensor >= 0, next_of(values, tensor) if len(values) > 1 else tensor + 1, tensor)]
+    other = torch.where(tensor >= 0, next_of(values, tensor) if len(values) > 1 else tensor + 1, tensor)
+    if (ignored := ignored_label(tensor)) is None:
+        return [other]
+    fewer = tensor.flatten().index_fill(0, (tensor.flatten() >= 0).nonzero()[::3, 0], ignored).view(tensor.shape)
+    return [other, fewer]  # labels may be read for their places alone

@@ -199,7 +199,8 @@ def _labels(probe: Probe, base: edits.Batch) -> Iterator[Change]:
     labels = base[key]
     rolled = labels.roll(1, dims=0) if labels.shape[0] > 1 else labels.roll(1, dims=-1)
     yield from _one(probe, base, {**base, key: torch.where((labels >= 0) & (rolled >= 0), rolled, labels)})
-    yield from _one(probe, base, _thinner(probe, base, "labels", probe.step.ignore_index), ", by their positions only")
+    if (off := probe.step.ignored) is not None:
+        yield from _one(probe, base, _thinner(probe, base, "labels", off), ", by their positions only")
 
 
 def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
@@ -291,7 +292,7 @@ def _never_read(probe: Probe) -> Rows:
             probe.forward(loss, graph=False)
     except Exception:
         return  # some code takes plain dicts only
-    if unread := ", ".join(k for k in others if k not in recording.accessed):
+    if unread := ", ".join(str(k) for k in others if k not in recording.accessed):
         why = f"Declare the role of {unread} where the loss should read it, or leave it out of the batch."
         yield LAW.doubtful(LAW.finding(f"never read: {unread}", "the loss does not read it", "read", False, why))
 

@@ -101,5 +101,5 @@ def _own_side(probe: Probe) -> Rows:
 
 LAW = Law(
     "MR-PAIR", "pair metrics", __doc__, check, quick=False,
-    when=lambda step: {"chosen", "rejected"} <= step.roles.keys() and step.pairwise,
+    when=lambda step: {"chosen", "rejected"} <= step.roles.keys() and step.pairwise is not False,
 )  # fmt: skip

@@ -36,12 +36,13 @@ from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 REFERENCES = ("reference_chosen", "reference_rejected")
+TERMS = 'pairwise=True, and settings={name: Setting(value, "weight")} for every term beside the pairs,'
 IDENTICAL, ALIKE = "identical pairs", "at the reference every pair has the same weight"
 
 
 def check(probe: Probe) -> Rows:
     step, part = probe.step, None
-    if not step.pairwise:
+    if step.pairwise is False:
         yield LAW.not_applicable(IDENTICAL, "each answer is weighed by itself, by declaration")
     elif step.batch[step.roles["chosen"]].shape != step.batch[step.roles["rejected"]].shape:
         yield LAW.not_applicable(IDENTICAL, "shapes differ", "chosen and rejected are padded differently.")
@@ -75,6 +76,7 @@ def _identical(probe: Probe, same: edits.Batch, found: list[RelativeGradient]) -
         others = [k for k in others if probe.change({**same, k: same[k].flip(0, 1)}, same) > probe.tolerance]
     roles = f'roles={{"chosen_attention": …, "rejected_attention": …}}, or masks, for {", ".join(others)},'
     missing = roles if others else undeclared(probe, step.batch, same, probe.tolerance)
+    missing = missing or (TERMS if step.pairwise is None else "")
     return LAW.not_declared(IDENTICAL, missing) if missing else row
 
 
@@ -135,7 +137,7 @@ def _margin(probe: Probe, part: Part) -> Rows:
         "descending widens the margin", measured, widest,
         "Training prefers the rejected answers: a sign is lost, or chosen and rejected are swapped.", NEAR,
     )  # fmt: skip
-    if referred and (not step.pairwise or step.value_is_loss is False):
+    if referred and (step.pairwise is False or step.value_is_loss is False):
         yield LAW.not_applicable(ALIKE, "pairs weigh differently by declaration")
     elif referred:
         room = max(probe.tolerance, 1e-2)

@@ -9,7 +9,8 @@ where that is known
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
 Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
 parts: declared terms are checked one by one; undeclared ones are "not declared" where the sum holds with equally many
-tokens in every row. A loss that couples rows by definition declares rows_interact=True.
+tokens in every row. A loss that couples rows by definition declares rows_interact=True. Without any declared role, rows
+that fail are "not declared" in audit(model, loss, batch), and in a Step where the rows may not be first (time first).
 Warns: (whole = parts, where only terms fail whose weights have no metric, and no signal is declared) a term that is
 itself a sum of means, each over a count that no role declares (the depths of a multi-token prediction).
 Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
@@ -28,14 +29,22 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.parts import parts
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
+from earnest_audit.verdict import UNCHECKED
 
 PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
+ROWS = "rows_interact=False if rows are first and independent, True if not (in-batch negatives, time first),"
 # What doubling the rows multiplies the gradient by; undeclared, a root of the count or a sum beside a constant may be.
 COUNTED = {"mean": (0.99, 1.02), "sum": (1.98, 2.02), None: (0.99, 2.02)}
 EXPECTED = {"mean": '1×, reduction="mean"', "sum": '2×, reduction="sum"', None: "1× to 2×"}
 
 
 def check(probe: Probe) -> Rows:
+    for row in _rows(probe):
+        judged = row.outcome != "fails" and not row.measured.startswith(UNCHECKED)
+        yield row if judged or probe.step.rows_interact is not None else LAW.not_declared(row.subject, ROWS)
+
+
+def _rows(probe: Probe) -> Rows:
     step = probe.step
     if step.rows < 2:
         yield LAW.not_applicable("rows", f"{step.rows} row", "A batch of one row has no order.")
