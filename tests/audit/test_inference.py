@@ -192,7 +192,8 @@ def test_each_answers_attention_is_found_in_whichever_calls(right: bool, togethe
         return -F.logsigmoid(0.1 * gap).mean()
 
     names = {"chosen_attention": "a", "rejected_attention": "b"}
-    verdict = audit(model, loss, {names.get(k, k): v for k, v in step.batch.items()}, laws=[pairs.LAW])
+    verdict = audit(model, loss, {names.get(k, k): v for k, v in step.batch.items()}, laws=[pairs.LAW],
+                    pairwise=True)  # fmt: skip
     guesses = {note.partition(" (")[0] for note in verdict.notes}
     assert guesses >= {f"guessed: {k} is {role}" for role, k in names.items()}
     (row,) = [f for f in verdict.findings if f.subject == "identical pairs"]

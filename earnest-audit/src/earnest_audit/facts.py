@@ -28,6 +28,11 @@ Kind = Literal[
 ]
 KINDS: tuple[str, ...] = get_args(Kind)
 CLIPS, DIRECTIONS = ("clip", "clip high", "bound"), ("forward kl", "reverse kl")
+READ_BY: dict[Kind, str] = {
+    "clip": "policy gradient", "clip high": "policy gradient", "bound": "policy gradient", "target": "preference",
+    "smoothing": "preference", "mixture": "divergence", "forward kl": "divergence", "reverse kl": "divergence",
+}  # fmt: skip
+"""The family whose laws read a kind that can be guessed."""
 MetricKind = Literal["share", "clipped share", "accuracy", "margin", "ratio", "kl to the sampler",
                      "kl to the reference", "chosen log-probs", "rejected log-probs", "entropy"]  # fmt: skip
 VALUES: dict[str, tuple[float | None, float | None, float | None]] = {

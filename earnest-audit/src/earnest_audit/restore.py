@@ -100,9 +100,15 @@ def empty_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 @contextmanager
 def observed(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
     """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules; or
-    ``hook(module, inputs)`` before it."""
+    ``hook(module, inputs)`` before it. Hooks that a model adds meanwhile stay: it may add them once only."""
     modules = list(modules)
-    with put_back(m._forward_pre_hooks if before else m._forward_hooks for m in modules):
+
+    def remove() -> None:
+        for hooks in (m._forward_pre_hooks if before else m._forward_hooks for m in modules):
+            for key in [key for key, other in hooks.items() if other is hook]:
+                del hooks[key]
+
+    with undone(remove):
         for m in modules:
             m.register_forward_pre_hook(hook) if before else m.register_forward_hook(hook)
         yield

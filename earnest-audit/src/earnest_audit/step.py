@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.errors import EarnestError, nearest
-from earnest_audit.facts import CLIPS, KINDS, VALUES, Kind, Metric, Setting, sides
+from earnest_audit.facts import CLIPS, KINDS, READ_BY, VALUES, Kind, Metric, Setting, sides
 from earnest_audit.together import Together
 
 Role = Literal[
@@ -306,8 +306,8 @@ class Step:
 
     @property
     def guesses(self) -> dict[str, Kind]:
-        """The kinds that a front-end guessed."""
-        return {n: s.kind for n, s in self.declared.items() if s.guessed}
+        """The kinds that a front-end guessed, and that laws of this family read."""
+        return {n: s.kind for n, s in self.declared.items() if s.guessed and READ_BY.get(s.kind) == self.kind}
 
     def first(self, kind: Kind) -> str | None:
         """The first setting of this kind that is a float."""

@@ -120,7 +120,7 @@ class Chat(Tiny):
 
     def forward(self, x: Tensor, y: Tensor | None = None, *_: Any) -> Tensor:
         logits = super().forward(x)
-        return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-100)
+        return logits if y is None else F.cross_entropy(logits.flatten(0, 1), y.flatten(), ignore_index=-1)
 
 
 def parameters(model: nn.Module, matrices: bool) -> Iterator[nn.Parameter]:
@@ -169,6 +169,6 @@ def sees_its_targets(model: nn.Module, batch: Any) -> Tensor:
 def test_a_step_of_nanochat_with_guessed_roles(loss: Callable[..., Tensor], clean: bool) -> None:
     model = Chat()
     x, y = next(batches())
-    verdict = audit(model, loss, {"x": x, "y": y}, all_supervised=True)
+    verdict = audit(model, loss, {"x": x, "y": y}, all_supervised=True, ignore_index=-1)
     assert "guessed: x is ids (sure: whole numbers that the layers read)" in verdict.notes
     assert (not failed(verdict)) == clean, str(verdict)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from earnest_audit.edits import SIDES
-from earnest_audit.facts import DIRECTIONS, Kind, Metric, MetricKind, Setting
+from earnest_audit.facts import DIRECTIONS, READ_BY, Kind, Metric, MetricKind, Setting
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 
@@ -31,11 +31,6 @@ MODES: dict[str, Kind] = {  # of an option whose modes have the names of both
     **dict.fromkeys(("forward_kl", "forward", "fkl", "kl_forward"), "forward kl"),
     **dict.fromkeys(("reverse_kl", "reverse", "rkl", "kl_reverse"), "reverse kl"),
 }
-READ_BY: dict[Kind, str] = {
-    "clip": "policy gradient", "clip high": "policy gradient", "bound": "policy gradient", "target": "preference",
-    "smoothing": "preference", "mixture": "divergence", "forward kl": "divergence", "reverse kl": "divergence",
-}  # fmt: skip
-"""The family whose laws read a kind that can be guessed."""
 CLIPPED = ("clip_fraction", "clip_frac", "clipfrac", "clip_ratio")
 CRITIC = {"value", "values", "critic", "vf"}  # in a path: the clipped share of a critic's values
 TO_SAMPLER = ("approx_kl", "ppo_kl", "old_kl", "mismatch_kl")
@@ -72,7 +67,7 @@ def metrics(step: Step, returned: Iterable[str]) -> dict[str, Metric]:
 
 def notes(step: Step, probe: Probe) -> tuple[str, ...]:
     """The guesses that laws used. ``step``: as it was declared."""
-    kinds = {n: k for n, k in _guessed(step).items() if n not in step.terms_off}
+    kinds = {n: k for n, k in _guessed(step).items() if READ_BY[k] == step.kind and n not in step.terms_off}
     found: Mapping[str, Metric] = vars(probe).get("metrics", {})
     of_metrics = {name: m.kind for name, m in found.items() if m.kind and not _declared(step, name)}
     return tuple(
@@ -94,7 +89,7 @@ def declared(values: Mapping[str, Any]) -> dict[str, Setting]:
 def _guessed(step: Step) -> dict[str, Kind]:
     plain = {name: value for name, value in step.settings.items() if not isinstance(value, Setting)}
     modes = {n: kind for n in step.options if step.kinds[n] == "setting" and (kind := _mode(step, n))}
-    return {name: kind for name, kind in (_usual(plain) | modes).items() if READ_BY[kind] == step.kind}
+    return _usual(plain) | modes
 
 
 def _mode(step: Step, option: str) -> Kind | None:

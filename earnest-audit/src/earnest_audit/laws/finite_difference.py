@@ -168,7 +168,7 @@ def slopes(
                 values.append(probe.look(dict(batch), knobs).loss)
         slope, grain = (values[0] - values[1]) / (2 * reach), FLOAT32 * max(map(abs, values)) / reach
         grain = grain if length == EXACT[0] and lengths is EXACT else 0.0  # at shorter ones it hides the slope
-        found.append(max(slope - grain, min(slope + grain, size)))
+        found.append(size if abs(slope - size) <= grain else slope)
         if abs(found[-1] - size) <= NEAR * abs(size):
             break
     return size, min(found, key=lambda slope: abs(slope - size))

@@ -91,8 +91,9 @@ def undeclared(probe: Probe, usual: Mapping[str, Any], same: Mapping[str, Any], 
     """What is to be declared where a setting of no known kind weighs a term linearly, and the loss without that term,
     or the term by itself, has no gradient on ``same``."""
     step = probe.step
+    unknown = [k for k, s in step.declared.items() if s.guessed or s.kind == "setting"]
     plain = [k for k in step.numbers.keys() & step.knobs.keys() - step.guesses.keys() - step.pure.keys()
-             if step.declared[k].kind == "setting" and step.numbers[k] and probe.afford(8)]  # fmt: skip
+             if k in unknown and step.numbers[k] and probe.afford(8)]  # fmt: skip
     for knob in sorted(plain):
         off, term = parts(probe, knob)
         with suppress(Exception):  # the step refuses such a weight, as it may
