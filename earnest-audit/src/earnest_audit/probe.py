@@ -213,7 +213,8 @@ class Probe(Measure):
             else:
                 self.read()
         if (found := coarsest(seen)) is not None:
-            self.notes += (f"its modules compute in {str(found).removeprefix('torch.')}, and so tolerances do",)
+            name = str(found).removeprefix("torch.")
+            self.notes += (f"its modules compute in {name}, and the tolerances are those of {name}",)
         return found
 
     @property

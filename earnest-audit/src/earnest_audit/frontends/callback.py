@@ -162,8 +162,8 @@ class AuditCallback(TrainerCallback):
             "SE", "num_items_in_batch", f"twice the number makes the loss {one:.4g} to {two:.4g}", "it changes",
             one != two,
             "The loss does not read the number of items that it receives, and the trainer does not divide either: with "
-            f"{trainer.args.gradient_accumulation_steps} micro-batches the gradient is as many times too long. Divide "
-            "a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
+            f"{trainer.args.gradient_accumulation_steps} micro-batches the gradient is too large by this factor. "
+            "Divide a sum by num_items_in_batch, or set model_accepts_loss_kwargs=False.",
         )  # fmt: skip
 
     def _dropped(self, model: nn.Module, inputs: Any, items: Any) -> Iterator[Finding]:

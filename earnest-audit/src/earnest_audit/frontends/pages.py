@@ -28,9 +28,9 @@ def page(law: Law) -> str:
     lines = [f"## {law.code}: {law.name}", f"Tier: {law.tier}.", law.sentence]
     lines += [f"```text\n{law.sections['body']}\n```"] if law.sections["body"] else []
     lines += [f"**Declared as.** `{_call(law.declared)}`"] if law.declared else []
-    return "\n\n".join(
-        [*lines, *(f"**{title}.** {law.sections[title]}" for title in SECTIONS if title in law.sections)]
-    )
+    titles = {"Warns": "Warns, because these right steps do the same"}
+    named = ((titles.get(title, title), law.sections[title]) for title in SECTIONS if title in law.sections)
+    return "\n\n".join([*lines, *(f"**{title}.** {text}" for title, text in named)])
 
 
 def _call(subject: Any) -> str:

@@ -3,8 +3,8 @@ applied; the optimizer owns, and the clip bounds, exactly what is trainable; not
 
 Needs: model and loss; optimizer for what moves and what it owns; clipped for what is clipped; backward and update where
 the run has its own; weighed for the terms
-How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits the update is held against
-what the same optimizer does to fp32 copies: half of it has to arrive.
+How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits the update is compared
+with that of the same optimizer on fp32 copies: at least half of it has to be applied.
 Exceptions: LoRA's A has a zero gradient while B = 0: it may get one at step 2. Weight decay alone moves a parameter
 without a gradient, so gradients are checked first. Experts that receive no token are declared in may_idle; a child of
 the model that the loss never calls (the head of another loss) is "not declared". Running statistics change in the
@@ -20,7 +20,6 @@ prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -150,7 +149,8 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         )  # fmt: skip
     alive = {n for n, most in sizes.items() if most > 0}
     largest = max(sizes.values(), default=0.0)
-    zero = {n for n, p in probe.parameters.items() if p.ndim <= 1 and sizes.get(n, math.inf) <= CANCELS * largest}
+    small = [n for n, size in sizes.items() if size <= CANCELS * largest] if largest > 0 else []
+    zero = {n for n in small if probe.parameters[n].ndim <= 1}
     offset = [n for n in names if n in zero - alive and not idles(n, step.may_idle)]
     pairs = step.kind == "preference"
     dead = [n for n in names if n not in alive and n not in offset and not idles(n, step.may_idle)]

@@ -6,8 +6,8 @@ How: A copy of the model in float64 runs the same batch: as it is, with outputs 
 single tokens are near 150 and -150, and only the loss's value is judged: finite, where this dtype can hold float64's.
 Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
 gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
-Warns: (far out, where half of the gradient or more is there and it does not turn away) a form that loses digits only
-there, as 1 - p does for a p next to 1.
+Warns: (confident outputs and far margins, where at least half of the gradient is left and its direction is kept) a form
+that loses digits only there, as 1 - p does for a p next to 1.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates, r/(1 + r) where the ratio r overflows
 """
 

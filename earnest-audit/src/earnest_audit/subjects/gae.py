@@ -21,7 +21,7 @@ MEANINGS = {
 
 
 @dataclass
-class GAE(Subject, name="GAE"):
+class GAE(Subject, name="generalised advantages"):
     """GAE: Advantages are the sum of (γ·λ)ᵏ·δ over an answer's tokens, returns are advantages + values, masked tokens
     are not read, inputs are not modified.
 

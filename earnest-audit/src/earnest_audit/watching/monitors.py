@@ -93,8 +93,8 @@ class StepCounter:
                 "GL", "the optimizer's steps",
                 f"none in the last {self.since} of {self.calls} calls of w.step, {self.most} or fewer a step before",
                 f"fewer than {MANY * self.most} calls", "not declared",
-                "The optimizer that is watched steps no longer. Where another one has taken its place, nothing is seen "
-                "of its updates: watch it too.",
+                "The optimizer that is watched steps no longer. If another one has taken its place, its updates are "
+                "not checked: watch it too.",
             )  # fmt: skip
         elif looks and not self.gradients:
             sure = self.lost == looks >= ENOUGH
@@ -164,9 +164,9 @@ class Mode:
             "on", "fails" if lost else "warns" if never else "not declared",
             "The model was in training mode and is not any more: an evaluation called model.eval(), without "
             "model.train() after it. Where that is meant: watch(…, may_eval=True)." if lost
-            else "The model was never in training mode: from_pretrained hands models over so, and model.train() is "
-            "missing. Where it is meant to train without dropout: watch(…, may_eval=True)." if never
-            else "Batch norms are frozen so; whether that is meant only you know.",
+            else "The model was never in training mode: from_pretrained returns a model in eval mode, and "
+            "model.train() is missing. Where it is meant to train without dropout: watch(…, may_eval=True)." if never
+            else "This freezes the batch norms. Where that is meant: watch(…, may_eval=True).",
         )  # fmt: skip
 
 

@@ -63,7 +63,7 @@ def _shares() -> dict[str, Share]:
         ),
         "truncated": Share(
             "CV", "answers cut at the limit", "truncated=…", False, True,
-            "Every answer hits the length limit: none ever ends, and rewards see torn answers.",
+            "Every answer hits the length limit: none ever ends, and rewards are computed for truncated answers.",
         ),
         "ends": Share(
             "CV", "ends of answers, supervised", "ends=…", True, False,

@@ -211,7 +211,8 @@ class Watch:
         sizes = {name: self._look(name, p) for name, p in parameters.items()}
         largest = max((size for size in sizes.values() if math.isfinite(size)), default=0.0)
         for name, p in parameters.items():
-            if p.requires_grad and (p.grad is None or p.ndim > 1 or not sizes[name] <= CANCELS * largest):
+            small = largest > 0 and sizes[name] <= CANCELS * largest
+            if p.requires_grad and (p.grad is None or p.ndim > 1 or not small):
                 self._seen[name].cancels = False
         self._rates.count(any(size > 0 and math.isfinite(size) for size in sizes.values()))
         self._steps.look(any(size != 0 for size in sizes.values()))
@@ -294,7 +295,7 @@ class Watch:
                 yield row if trained or row.outcome != "holds" else replace(row, outcome="not applicable")
         if missing:
             yield Finding(
-                "AUDIT", "what the loop knows of its batches", "not checked", "-", "not declared",
+                "AUDIT", "signals of the batches", "not checked", "-", "not declared",
                 f"Not seen from outside the loop: {', '.join(missing)}. In a loop of your own, "
                 "`with watch(model, optimizer) as w:` checks them; it receives them by w.terms(…) and w.step(…).",
             )  # fmt: skip
