@@ -103,7 +103,7 @@ def restored(engine: LocalEngine) -> Iterator[None]:
     """
     parameters = [p.detach().clone() for p in engine.parameters]
     gradients = [p.grad for p in engine.parameters]
-    optimizer = remembered(held_by(engine.optimizer))
+    optimizer = remembered(held_by([engine.optimizer], engine.parameters))
     version, state = engine.version, copy.deepcopy(engine.objective_state)
     guard, outer = engine.guard, engine.outer
     held = {k: v.clone() for k, v in guard.state_dict().items()} if guard else {}
