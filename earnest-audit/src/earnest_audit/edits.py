@@ -308,7 +308,7 @@ def ahead(step: Step) -> bool:
     return labels_are(step, 1)
 
 
-def labels_are(step: Step, shift: int) -> bool:
+def labels_are(step: Step, shift: int, least: int = 1) -> bool:
     """Whether every label is the token ``shift`` places on."""
     ids, labels = step.value("ids"), step.value("labels")
     if ids is None or labels is None or ids.shape != labels.shape or step.roles["ids"] == step.roles["labels"]:
@@ -316,7 +316,7 @@ def labels_are(step: Step, shift: int) -> bool:
     on, mask = labels >= 0, fit(supervised(step), labels)
     on = on & mask if mask is not None else on
     on, target, token = on[:, : labels.shape[1] - shift], labels[:, : labels.shape[1] - shift], ids[:, shift:]
-    return bool(on.any()) and bool((target == token)[on].all())
+    return int(on.sum()) >= least and bool((target == token)[on].all())
 
 
 def only(step: Step, batch: Mapping[str, Any], keep: Tensor) -> Batch:
