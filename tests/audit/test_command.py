@@ -116,9 +116,15 @@ def test_sarif_has_the_law_the_file_and_the_line() -> None:
 def test_markdown_shows_failures_first_and_escapes_its_cells() -> None:
     text = markdown(Verdict((HOLDS, FAILS, SKIPPED)))
     assert text.startswith("## ❌") and "1 checks hold, 1 law broken." in text
-    assert "- **MI** on padding \\<\\|pad\\|\\> & more (`a b.py:7`)" in text
+    assert "- **MI** on padding \\<\\|pad\\|\\> \\& more (`a b.py:7`)" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 5 and len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+
+
+def test_markdown_takes_no_markup_from_paths_and_messages() -> None:
+    row = replace(FAILS, place="a`\n\n# b.py:7", meaning="see ![it](http://host/x) & [more](y)")
+    text = markdown(Verdict((row,)))
+    assert "(`a # b.py:7`)" in text and "see \\!\\[it\\](http://host/x) \\& \\[more\\](y)" in text
 
 
 @pytest.mark.parametrize("verdict", [Verdict(()), Verdict((SKIPPED,))])

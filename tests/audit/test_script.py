@@ -184,6 +184,13 @@ def test_what_cannot_be_judged_says_so(tmp_path: Path) -> None:
         audit_script(tmp_path / "none.py")
 
 
+def test_an_exception_of_any_class_ends_in_a_row(tmp_path: Path) -> None:
+    verdict = audit_script(
+        script(tmp_path, LOOP.format(rate=1e-2) + "class Stop(BaseException): pass\nraise Stop('now')\n")
+    )
+    assert [f.measured for f in verdict.failures] == ["raised Stop"] and "now" in verdict.failures[0].meaning
+
+
 def test_nothing_to_audit_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         main(["audit"])

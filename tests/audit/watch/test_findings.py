@@ -389,3 +389,25 @@ def test_several_epochs_over_one_batch_are_no_other_sampler(minibatches: int, ar
     (row,) = [f for f in w.verdict().findings if f.subject == "sampler = trainer"]
     assert far > 0.2 and "without 45 rows that came again" in row.measured
     assert row.outcome == ("holds" if arrives else "fails") and (arrives or "stale=" in row.meaning), str(row)
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_a_norm_that_overflows_fails_where_the_optimizer_steps_all_the_same(scaled: bool) -> None:
+    """A scaler skips these steps, and halves its scale."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer, scaler = torch.optim.AdamW(model.parameters(), lr=1e-2), torch.amp.GradScaler("cpu")
+    with warnings.catch_warnings(), watch(model, optimizer) as w:
+        warnings.simplefilter("ignore", WatchWarning)
+        for number in range(60):
+            x = torch.randn(4, 3)
+            with torch.autocast("cpu", torch.float16):
+                loss = (model(x) - x.sum(-1, keepdim=True)).square().mean()
+            scaler.scale(loss).backward()
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            w.step(loss, {"train/grad_norm": norm if scaled or number != 30 else math.inf})
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+    assert [f.subject for f in w.verdict().failures] == ([] if scaled else ["metric grad_norm"]), str(w.verdict())

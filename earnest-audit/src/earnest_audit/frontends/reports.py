@@ -129,7 +129,7 @@ def markdown(verdict: Verdict) -> str:
     warned = f", {len(verdict.warnings)} warn{'s' * (len(verdict.warnings) == 1)}" if verdict.warnings else ""
     lines = [f"## {'❌' if wrong else '✅'} {verdict.title}", "", f"{held} checks hold{warned}, {many}.", ""]
     for mark, f in (*(("", f) for f in wrong), *(("⚠️ ", f) for f in verdict.warnings)):
-        place = f" (`{f.place}`)" if f.place else ""
+        place = f" (`{' '.join(f.place.replace('`', ' ').split())}`)" if f.place else ""
         lines.append(f"- {mark}**{f.law}** on {_cell(f.subject)}{place}: {_cell(f.measured)}. {_cell(f.meaning)}")
     lines += ["", "<details><summary>All rows</summary>", "", f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
     for f in verdict.findings:
@@ -141,7 +141,7 @@ def markdown(verdict: Verdict) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(re.sub(r"([|<>*_`\\])", r"\\\1", text).split())
+    return " ".join(re.sub(r"([|<>*_`\\\[\]!&#])", r"\\\1", text).split())
 
 
 FORMATS: dict[str, tuple[str, Callable[[Verdict], str]]] = {

@@ -65,7 +65,7 @@ def audit_script(
                 runpy.run_path(str(path), run_name="__main__")
             except SystemExit as code:  # the watches end as usual
                 end = code if code.code not in (None, 0) else None
-    except (Exception, KeyboardInterrupt) as error:
+    except BaseException as error:  # of any class: what was checked is reported
         end = error
     found = collected.verdict().strict() if strict else collected.verdict()
     if found.findings and not collected.audits:
@@ -89,7 +89,7 @@ def _stopped(path: Path, end: BaseException | None, collected: Collected) -> Fin
         why += ". Put a loop that trains in another way under `with watch(model, optimizer) as w:`"
     elif isinstance(end, SystemExit):
         what = f"ended with {end.code!r}"
-    elif isinstance(end, Exception):
+    elif not isinstance(end, KeyboardInterrupt):
         what, why = f"raised {type(end).__name__}", " ".join(str(end).split()).removesuffix(".") or why
         if not isinstance(end, EarnestError):
             traceback.print_exception(end)

@@ -170,7 +170,7 @@ class Watch:
         ``ends``        1 where the token that ends a supervised answer is supervised [N]
         """
         logged = numbers({**(metrics or {}), **({} if loss is None else {"loss": loss})})
-        self._norm.logged = next((v for name, v in logged.items() if name.rsplit("/", 1)[-1] == "grad_norm"), None)
+        self._norm.logged = next((v for name, v in logged.items() if _is_norm(name)), None)
         self.logged(logged)
         self._signals.look(signals, self.due, self.updates)
         self._mode.see(self.model)
@@ -185,7 +185,7 @@ class Watch:
     def logged(self, metrics: Mapping[str, Any]) -> None:
         """Metrics that come when their update has been made."""
         now = numbers(metrics)
-        self._finite({f"metric {name}": value for name, value in now.items()})
+        self._finite({f"metric {name}": value for name, value in now.items() if not _is_norm(name)})
         for name, value in now.items():
             last, same = self._metrics.get(name, (math.nan, Streak()))
             same.see(value == last)
@@ -198,6 +198,8 @@ class Watch:
     def before_update(self) -> None:
         """Gradients are there and the parameters are still the old ones."""
         self._steps.begin()
+        if self._norm.logged is not None:  # a scaler skips the steps whose norm overflows: then nothing is lost
+            self._finite({"metric grad_norm": self._norm.logged})
         self._cleared.end()
         self._mode.see(self.model)
         if not self.due:
@@ -388,6 +390,10 @@ class Watch:
             return Finding("GL", OWNED, waits, "0", "not applicable", monitors.unowned_text(late))
         measured = f"{len(missing)} with a gradient are missing, and stay constant"
         return judged("GL", OWNED, measured, "0", not missing, monitors.unowned_text(missing))
+
+
+def _is_norm(name: str) -> bool:
+    return name.rsplit("/", 1)[-1] == "grad_norm"
 
 
 watch = Watch
