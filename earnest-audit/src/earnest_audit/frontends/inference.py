@@ -28,20 +28,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from earnest_audit import executor
 from earnest_audit.edits import SIDES, Batch, next_of
 from earnest_audit.errors import Undeclared
-from earnest_audit.frontends import names
 from earnest_audit.frontends.first_edition import renamed
-from earnest_audit.frontends.layout import check_batch, editable, rows_elsewhere, with_guessed_rows
-from earnest_audit.law import Law
+from earnest_audit.frontends.layout import check_batch, editable, rows_elsewhere
 from earnest_audit.measure import Reading
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
-from earnest_audit.step import Loss, Step, StepError, check_fields
-from earnest_audit.subjects import Subject
-from earnest_audit.verdict import Verdict
+from earnest_audit.step import Step, check_fields
 
 Sureness = Literal["sure", "likely"]
 TINY = 1e-6  # relative changes of the gradient up to this count as none
@@ -95,40 +90,6 @@ class InferredStep(Step):
         offered = [f"the loss has settings that are not declared: settings={free} declares them"] if free else []
         way_out = ["Step(…, roles={role: key}) declares roles instead of guessing them"] if used else []
         return (*used, *none, *offered, *way_out)
-
-
-def audit(
-    subject: Step | Subject | nn.Module,
-    loss: Loss | None = None,
-    batch: Mapping[str, Any] | None = None,
-    *,
-    quick: bool = False,
-    laws: Sequence[Law] | None = None,
-    progress: Callable[[str], None] | None = None,
-    **declared: Any,
-) -> Verdict:
-    """Check every law (or these ``laws``) that the declarations allow: ``audit(Step(…))``, or another subject.
-    ``quick`` leaves out the laws that cost many step times.
-
-    ``audit(model, loss, batch)`` guesses the roles of the batch's tensors by perturbation and lists the guesses in the
-    verdict; ``declared`` are further fields of ``Step``. What the unchanged step raises is raised; what it raises when
-    something is changed becomes a row of the verdict.
-    """
-    if isinstance(subject, nn.Module):
-        if loss is None or batch is None:
-            raise StepError("a model alone cannot be audited: give audit(model, loss, batch), or audit(Step(…)).")
-        subject = infer(subject, loss, batch, **declared)
-    elif not isinstance(subject, Step | Subject):
-        raise StepError(
-            f"a {type(subject).__name__} cannot be audited: give audit(model, loss, batch) in this order, or a Step."
-        )
-    elif loss is not None or batch is not None or declared:
-        what = ", ".join(declared) or "the loss and the batch"
-        name = type(subject).__name__
-        raise StepError(f"audit({name}(…)) takes nothing beside the {name}: give {what} to {name}(…).")
-    if isinstance(subject, Step):
-        subject = with_guessed_rows(subject)
-    return executor.audit(subject, quick=quick, laws=laws, progress=progress, guess=names)
 
 
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
