@@ -30,7 +30,8 @@ LATER = {
     "asynchronous sampling": r"rollouts/ledger|runs/ahead|sync/(flow|partial|process)",
     "contract of samplers": r"serve/generate|sync/(behaviour|contract/\w+)",
     "release": r"listings|report/(compare|watch)|runs/(export|measure|repeat)",
-    "audit: command, pytest, reports, guessed roles": r"frontends/(command|entry|inference|layout|libraries|names|pytest_plugin|reports)",
+    "audit: command, pytest, reports, guessed roles": r"frontends/(command|entry|inference|layout|libraries"
+    r"|names|pytest_plugin|reports)",
 }
 """Capability → its modules, as paths below src/earnest or earnest_audit without ``.py``."""
 FRONTS = r"audit/((frontends|watching)/.*|(watch|pulse|updates|signals|callback|trainers|script)\.py)"
