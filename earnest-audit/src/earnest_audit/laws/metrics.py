@@ -89,9 +89,10 @@ def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
     for name in moving:
         seen, unsure = seen_in(name), "moves" in facts[name].unsure
         if unsure and not _moves(seen):
-            with suppress(Exception), probe.along(probe.gradient(), -probe.reach(1.0)):  # trained far
-                seen.append(probe.look(dict(step.batch)).metrics[name])
-                seen.append(probe.look(edits.take_rows(step, torch.tensor([0]))).metrics[name])  # may be refused
+            for way in (-1, 1):  # trained far; a loss may make every answer less likely
+                with suppress(Exception), probe.along(probe.gradient(), way * probe.reach(1.0)):
+                    seen.append(probe.look(dict(step.batch)).metrics[name])
+                    seen.append(probe.look(edits.take_rows(step, torch.tensor([0]))).metrics[name])  # may be refused
         row = LAW.finding(
             f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g} in {len(seen)} states", "it moves", _moves(seen),
             f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "

@@ -6,7 +6,8 @@ margin = chosen - rejected                  for the two metrics that Metric(kind
 
 Needs: roles chosen and rejected; a metric of the kind accuracy, margin, or chosen or rejected log-probs; for the
 latter logprobs=fn
-How: Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show?
+How: Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show? One pair
+that agrees, in one of three states, is enough: a loss may weigh lengths otherwise than the metric does.
 Exceptions: Other declared terms are switched off; undeclared ones may outweigh the preference in some pairs. A metric
 whose sign does not change with the sides is not checked.
 Warns: (undeclared log-probs; an undeclared margin whose name lacks a word of its pair's, as "margin" beside
@@ -36,21 +37,25 @@ def check(probe: Probe) -> Rows:
     names = {n: CENTRES[m.kind] for n, m in probe.metrics.items() if m.kind in CENTRES}
     seen: dict[str, list[bool]] = {name: [] for name in names}
     shown: list[Reading] = []
-    with probe.perturbed(0.5):
-        for row in range(min(PAIRS, step.rows) if names else 0):
-            one = edits.take_rows(step, torch.tensor([row]))
-            with probe.may_refuse("metrics of a pair", "one pair alone cannot be run"):
-                shown += [probe.look(b, probe.quiet) for b in (one, swapped(step, one))]
-            here, there = shown[-2:]
-            gap = there.loss - here.loss
-            if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
-                continue
-            for name, centre in names.items():
-                a, b = here.metrics[name] - centre, there.metrics[name] - centre
-                if a * b < 0:  # it distinguishes the two sides
-                    seen[name].append((a > 0) == (gap > 0))
+    states = (probe.perturbed(0.5), probe.perturbed(2.0), probe.moved("reversed", lambda p, _: -2 * p.detach().float()))
+    for state in states if names else ():
+        with state:
+            for row in range(min(PAIRS, step.rows)):
+                one = edits.take_rows(step, torch.tensor([row]))
+                with probe.may_refuse("metrics of a pair", "one pair alone cannot be run"):
+                    shown += [probe.look(b, probe.quiet) for b in (one, swapped(step, one))]
+                here, there = shown[-2:]
+                gap = there.loss - here.loss
+                if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
+                    continue
+                for name, centre in names.items():
+                    a, b = here.metrics[name] - centre, there.metrics[name] - centre
+                    if a * b < 0:  # it distinguishes the two sides
+                        seen[name].append((a > 0) == (gap > 0))
+        if all(any(agree) for agree in seen.values() if agree):
+            break
     for name, agree in seen.items():
-        if len(agree) > 1:  # a term beside the preference may outweigh it in a pair; reversed, it is wrong in all
+        if len(agree) > 1:  # another term, or lengths, may outweigh it in a pair; reversed, it is wrong in all states
             yield probe.descends(
                 f"metric {name}, which side", f"{sum(agree)} of {len(agree)} pairs as the loss has it", sum(agree),
                 f"{name} prefers the answers that the loss makes less likely: a comparison is reversed, or chosen "
