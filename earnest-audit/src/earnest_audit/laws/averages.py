@@ -80,4 +80,4 @@ def _compare(
     ))  # fmt: skip
 
 
-LAW = Law("MR-MEAN", "averages", __doc__, check, quick=False)
+LAW = Law("MR-MEAN", "averages", __doc__, check, quick=False, spare=2 / 3)

@@ -141,6 +141,8 @@ def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> Pulls:
     product, positive = _is_product(probe), (usual.flatten(1).sum(-1) > 0).tolist()
     own = {up: [c for c, (_, sign) in enumerate(cases) if (sign > 0) == up] for up in (True, False)}
     for turn in range(3):
+        if len(found) == len(cases):
+            break
         chosen = [own[up][(row + turn) % 3] for row, up in enumerate(positive)]
         batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if product else None)
         slope = _weights(probe, batch)

@@ -175,7 +175,7 @@ def _by_trial(probe: Probe, sure: Tensor, aside: str) -> Finding:
     rows = [(row, (sure[row].nonzero()[:, 0] - sure.shape[1]).tolist()) for row in sure.any(-1).nonzero()[:ROWS, 0]]
     samples = [("first", *rows[0], 0), *(("last", row, places, -1) for row, places in rows)]
     found: dict[str, bool] = {}
-    samples = samples if probe.afford(2 * len(samples), keep=8.0) else samples[:1]  # the rest is for later laws
+    samples = samples if probe.afford(2 * len(samples), keep=9.0) else samples[:1]  # the rest is for later laws
     for what, row, places, end in samples:
         keep = sure.new_zeros(len(sure), width)
         keep[row, places[end]] = True  # from the right, where all masks are aligned

@@ -43,6 +43,6 @@ def check(probe: Probe) -> Rows:
 
 
 LAW = Law(
-    "DR", "direction", __doc__, check, quick=False, perturbed=True,
+    "DR", "direction", __doc__, check, quick=False, perturbed=True, spare=1 / 3,
     asks=(("terms", "metrics={name: Metric(weight=the setting that weighs it)}", lambda step: bool(step.weights)),),
 )  # fmt: skip

@@ -76,7 +76,7 @@ def check(probe: Probe) -> Rows:
             probe.cost = before + measured.cost
             subject = f"term {metrics.get(knob, knob)} along its own gradient"
             with suppress(Exception):  # the step may refuse such a weight
-                found = _term(measured, batch, knob) if probe.afford(2, keep=2) else None
+                found = _term(measured, batch, knob) if probe.afford(10 / 3, keep=3) else None
                 yield LAW.not_applicable(subject, SPENT) if found is None else _judged(subject, found)
         probe.cost = before + measured.cost
     if not probe.coarse:
@@ -174,4 +174,4 @@ def slopes(
     return size, min(found, key=lambda slope: abs(slope - size))
 
 
-LAW = Law("FD", "finite difference", __doc__, check, quick=False)
+LAW = Law("FD", "finite difference", __doc__, check, quick=False, spare=5 / 3)

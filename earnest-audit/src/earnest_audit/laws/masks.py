@@ -131,7 +131,7 @@ def _attended(probe: Probe) -> Rows:
         other[step.roles[role]] = edits.other_ids(step, ids.clamp_min(0), after)
     ragged = any(not torch.equal(mask, step.batch[key]) for key, mask in shown.items())
     LAW.needs(ragged and not step.rows_interact, ATTENDED, "no row ends with padding, or rows interact by declaration")
-    LAW.needs(probe.afford(2, keep=8.0), ATTENDED, "not checked: the budget is spent")
+    LAW.needs(probe.afford(2, keep=12.0), ATTENDED, "not checked: the budget is spent")
     with probe.may_refuse(ATTENDED):
         found = probe.gradient({**step.batch, **shown})
     # Of a model that scales something by a row's length (NEFTune's noise) a little more changes.

@@ -49,7 +49,8 @@ def check(probe: Probe) -> Rows:
     with probe.perturbed():
         batch = probe.off_policy()
     yield _compare(probe, "the batch", batch)
-    enough = probe.afford(7 / 3 if step.logprobs is None else 11 / 3, keep=0)  # gradients, and looks at log-probs
+    looked = step.logprobs is not None or step.student is not None
+    enough = probe.afford(11 / 3 if looked else 8 / 3, keep=0)  # gradients, and looks at log-probs
     state = _confident(probe) if enough else SPENT
     if isinstance(state, str):
         yield LAW.not_applicable("confident outputs", state)
