@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -248,6 +248,10 @@ class Probe(Measure):
         sizes = iter(perturbation_sizes(self.parameters.values(), size))
         with self.moved(f"perturbed by {size}", lambda _, noise: next(sizes) * noise):
             yield
+
+    def opposite(self) -> AbstractContextManager[None]:
+        """Every trainable parameter has the other sign."""
+        return self.moved("reversed", lambda p, _: -2 * p.detach().float())
 
     @contextmanager
     def active(self) -> Iterator[None]:

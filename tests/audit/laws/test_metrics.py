@@ -410,3 +410,24 @@ def test_an_entropy_of_pairs_that_counts_padding(masked: bool) -> None:
 
     found = {f.subject: f.outcome for f in audit(dpo_step(loss), laws=[averages.LAW]).findings}
     assert found["averages, 3 more columns of padding"] == ("holds" if masked else "fails")
+
+
+@pytest.mark.parametrize("seed", [4, 9])
+@pytest.mark.parametrize("reversed_", [False, True])
+def test_an_accuracy_of_sums_beside_a_loss_of_averages(reversed_: bool, seed: int) -> None:
+    """Long chosen answers beside short ones: at these seeds no pair of the first state agrees by chance, and some of a
+    later one does. A reversed accuracy agrees in none."""
+    draw, shown = torch.Generator().manual_seed(seed), torch.ones(4, 9, dtype=torch.long)
+    batch: dict[str, Tensor] = {side: torch.randint(1, 19, (4, 9), generator=draw) for side in ("chosen", "rejected")}
+    batch |= {"chosen_mask": torch.ones(4, 8), "rejected_mask": (torch.arange(8) < 3).float().repeat(4, 1)}
+    batch |= {"chosen_attention": shown, "rejected_attention": shown.clone()}
+
+    def loss(model: nn.Module, b: Data) -> Any:
+        chosen, rejected = sequence_logprobs(model, b)
+        margin = chosen / b["chosen_mask"].sum(-1) - rejected / b["rejected_mask"].sum(-1)
+        ahead = margin < 0 if reversed_ else chosen > rejected
+        return -F.logsigmoid(margin).mean(), {"accuracy": ahead.float().mean()}
+
+    step = Step(model=Tiny(seed), loss=loss, batch=batch, roles={key: key for key in batch})
+    (row,) = [f for f in audit(step, laws=[pair_metrics.LAW]).findings if f.subject.endswith("which side")]
+    assert row.outcome == ("fails" if reversed_ else "holds") and " of 3 " not in row.measured, row.measured

@@ -60,8 +60,7 @@ def check(probe: Probe) -> Rows:
 def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
     """Metrics near and far away, and of the opposite policy: each stays in its range, and those that have to, move."""
     step, states = probe.step, [found]
-    opposite = probe.moved("reversed", lambda p, _: -2 * p.detach().float())
-    for state in (probe.perturbed(0.05), probe.perturbed(1.0), opposite):
+    for state in (probe.perturbed(0.05), probe.perturbed(1.0), probe.opposite()):
         with state:
             states.append(probe.look(probe.off_policy()).metrics)
     facts = {name: m for name, m in probe.metrics.items() if name in found}

@@ -37,7 +37,7 @@ def check(probe: Probe) -> Rows:
     names = {n: CENTRES[m.kind] for n, m in probe.metrics.items() if m.kind in CENTRES}
     seen: dict[str, list[bool]] = {name: [] for name in names}
     shown: list[Reading] = []
-    states = (probe.perturbed(0.5), probe.perturbed(2.0), probe.moved("reversed", lambda p, _: -2 * p.detach().float()))
+    states = (probe.perturbed(0.5), probe.perturbed(2.0), probe.opposite())
     for state in states if names else ():
         with state:
             for row in range(min(PAIRS, step.rows)):
