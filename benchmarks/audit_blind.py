@@ -1,14 +1,14 @@
 """How many defects of public issues of 2026 does the audit detect, and does it accuse unusual right steps?
 
-    python -m benchmarks.audit_blind [--strangers [1|…|12]] [--out FILE] [--table | --overview]
+    python -m benchmarks.audit_blind [--strangers [1|…|13]] [--out FILE] [--table | --overview]
 
 The cases of ``tests/audit/blind2026`` were written by an author who had read the declarations and the subjects'
 docstrings, and no law of steps. With ``--strangers`` the cases are those of ``tests/audit/reading2026``, whose authors
-had seen nothing of the audit; ``--strangers 2`` to ``12`` take those of further readers (``tests/audit/reading2026b``
-to ``reading2026l``; the fourth to the seventh and the tenth have right steps only). All were committed before any of
+had seen nothing of the audit; ``--strangers 2`` to ``13`` take those of further readers (``tests/audit/reading2026b``
+to ``reading2026m``; the fourth to the seventh and the tenth have right steps only). All were committed before any of
 them was audited.
 
-``results/audit_blind_first.json`` and ``audit_blind_strangers[2|…|12]_first.json`` have the result of the first run,
+``results/audit_blind_first.json`` and ``audit_blind_strangers[2|…|13]_first.json`` have the result of the first run,
 before anything was changed; they are never written again. A defect counts as detected if a law fails on it that holds
 on its fix, or if it raises where its fix does not. Warnings do not count, and are listed apart (since the eighth).
 """
@@ -33,7 +33,7 @@ from tests.audit import blind2026
 
 RESULTS = Path(__file__).parent / "results"
 Reasons = tuple[Mapping[str, str], Mapping[str, str]]
-STRANGERS = [f"tests.audit.reading2026{letter}" for letter in ("", *"bcdefghijkl")]
+STRANGERS = [f"tests.audit.reading2026{letter}" for letter in ("", *"bcdefghijklm")]
 READINGS: dict[int, tuple[str, Sequence[Any], Sequence[Any], Reasons]] = {  # name, defects, right steps, reasons
     0: ("audit_blind", blind2026.CASES, blind2026.RIGHT, ({}, {})),
 }
@@ -142,7 +142,7 @@ def main() -> None:
         "--strangers", nargs="?", const=1, default=0, type=int, choices=range(1, len(STRANGERS) + 1),
         help="the cases whose authors had not seen the audit: which reading",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2|…|12]].json")
+    parser.add_argument("--out", type=Path, help="by default benchmarks/results/audit_blind[_strangers[2|…|13]].json")
     parser.add_argument("--table", action="store_true", help="print the tables of recorded results, run nothing")
     parser.add_argument(
         "--overview", action="store_true", help="print how many right steps of each reading are accused"
