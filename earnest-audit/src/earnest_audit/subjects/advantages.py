@@ -135,17 +135,15 @@ class AdvantageEstimator(Subject, name="advantages"):
         if self.groups < 2:
             return
         other = torch.where(first, rewards * 3 - 1, rewards)
-        if self.values is not None:  # a wrong answer becomes right; a wrong one is left, if the group's size allows
+        if self.values is not None:  # one more right answer: three rows or more still have a spread
             low, high = self._ends()
             other = rewards.index_fill(0, (first & (rewards == low)).nonzero()[0], high)
         why = "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
         why += 'design, declare scaled_over="batch".)'
         yield self._gives("group locality", other, groups, base, why, ~first, first)
         last = groups[:-1] == groups[-1]
-        why = (
-            "Where a row is missing in one group (filtered), other groups' advantages change: groups are cut by place,"
-        )
-        why += " and rows of two prompts are compared. Raise where groups are not full."
+        why = "A row is missing in one group (filtered), and other groups' advantages change: groups are cut by place. "
+        why += "Raise where groups are not full."
         yield self._gives("groups of unequal size", rewards[:-1], groups[:-1], base[:-1], why, ~last, last)
 
     def _centred(self, groups: Tensor, base: Tensor) -> Finding:
