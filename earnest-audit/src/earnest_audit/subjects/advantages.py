@@ -37,7 +37,6 @@ class AdvantageEstimator(Subject, name="advantages"):
     equal     equal rewards give 0, also where their mean is rounded; one different reward gives no giant
     sign      one right answer in a group is not below 0, the wrong ones not above, and it is above them
     names     other names of the groups (100, 101, …) change nothing
-    inputs    are not written into
     missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
 
     Needs: ``fn(rewards, groups)`` -> advantages, and ``scale``: "free" where a factor on all rewards changes nothing.
@@ -47,9 +46,8 @@ class AdvantageEstimator(Subject, name="advantages"):
     where it is not the mean (a median): the sum is then not checked. ``values``: the only rewards that occur, such as
     (0.0, 1.0): what leads out of them is not tried. ``interleaved=False``: a group's rows stand together, ``size``
     each. ``in_place=True``: it writes into the rewards by design.
-    How: Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get
-    other names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a
-    denominator.
+    How: Rewards or groups are edited, one way at a time. The tolerance is rounding over the smallest spread, plus the
+    usual constant (up to 1e-4) in a denominator.
     Exceptions: Rewards that never round (0 and 1) need no floor under the spread: values=(0.0, 1.0).
     Detects: one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL
     #1518 (spread of the others), NeMo-RL #4158 (equal rewards become ±1)
@@ -107,8 +105,8 @@ class AdvantageEstimator(Subject, name="advantages"):
 
     def _gives(self, subject: str, rewards: Tensor, groups: Tensor, wanted: Tensor, meaning: str,
                rows: Tensor | slice = slice(None), changed: Tensor | None = None) -> Finding:  # fmt: skip
-        """Edited rewards or groups give the ``wanted`` advantages, of which ``rows`` are compared. Where other rewards
-        (of the ``changed`` rows) lead to another divisor, a factor is allowed."""
+        """Edited rewards or groups give the ``wanted`` advantages, in these rows; up to a factor where ``changed`` rows
+        have other rewards, and so another divisor."""
         if self.values is not None and not bool(torch.isin(rewards, torch.tensor(self.values).float()).all()):
             return self.not_applicable(subject, "leads out of the declared values")
         try:
@@ -129,8 +127,7 @@ class AdvantageEstimator(Subject, name="advantages"):
         why = "A constant on one prompt's rewards moves advantages: groups are cut wrongly (tiled against interleaved),"
         why += ' or one mean or spread is of all prompts (intended: declare over="batch", or scaled_over=…).'
         yield self._gives("shift of one group", rewards + SHIFT * first.float(), groups, base, why, changed=first)
-        why = f"Called {NAMES}, {NAMES + 1}, … instead of 0, 1, …, the same groups have other advantages: a name is "
-        why += "taken for a place or a number. Raise, or count the names that are there."
+        why = "Groups with other names have other advantages: a name is taken for a place. Raise, or count the names."
         yield self._gives("other names of the groups", rewards, groups + NAMES, base, why)
         if self.groups < 2:
             return
@@ -138,12 +135,10 @@ class AdvantageEstimator(Subject, name="advantages"):
         if self.values is not None:  # one more right answer: three rows or more still have a spread
             low, high = self._ends()
             other = rewards.index_fill(0, (first & (rewards == low)).nonzero()[0], high)
-        why = "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
-        why += 'design, declare scaled_over="batch".)'
+        why = "Another prompt's rewards reach into this one's advantages. (By design: declare scaled_over=\"batch\".)"
         yield self._gives("group locality", other, groups, base, why, ~first, first)
         last = groups[:-1] == groups[-1]
-        why = "A row is missing in one group (filtered), and other groups' advantages change: groups are cut by place. "
-        why += "Raise where groups are not full."
+        why = "With a row missing, other groups' advantages change: they are cut by place. Raise where one is not full."
         yield self._gives("groups of unequal size", rewards[:-1], groups[:-1], base[:-1], why, ~last, last)
 
     def _centred(self, groups: Tensor, base: Tensor) -> Finding:
@@ -151,8 +146,7 @@ class AdvantageEstimator(Subject, name="advantages"):
             return self.not_applicable("sum over a group", "each row has its own divisor, or the baseline is no mean")
         sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
         near = self._room * self._usual * self.size
-        why = "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is "
-        why += 'intended, such as a median, declare baseline="other".)'
+        why = 'Advantages of a group do not cancel: the baseline is not its mean. (A median: declare baseline="other".)'
         return self.finding("sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near, why)
 
     def _draw(self, groups: Tensor, rng: torch.Generator) -> Tensor:
@@ -209,10 +203,8 @@ class AdvantageEstimator(Subject, name="advantages"):
             why += "more to the spread. Declare values=(…) with those that occur, and they are checked."
             measured = f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)"
             return self.finding(subject, measured, "0", "not declared", why)
-        why = (
-            "Answers that are worth the same get advantages as large as real ones (or not finite): rounding is divided"
-        )
-        why += " by rounding. Add 1e-6 or more to the spread, or set such groups to 0."
+        why = "Equal answers get advantages as large as real ones (or not finite): rounding is divided by rounding. "
+        why += "Add 1e-6 or more to the spread, or set such groups to 0."
         measured = f"largest {worst:.2g} for {size} rewards of {value:g}"
         return self.finding(subject, measured, f"0, up to {room:.1g}", worst <= room, why)
 
@@ -239,8 +231,7 @@ class AdvantageEstimator(Subject, name="advantages"):
         found = largest = _largest(given)
         if self.values is None:  # one wrong answer among rewards whose squares are rounded
             largest = max(found, _largest(self._run(torch.where(right, 0.0, ROUNDS), groups)))
-        why = "One different answer gets an unbounded advantage: it is divided by the others' spread, which is 0 or "
-        why += "the rounding of a difference of squares."
+        why = "One different answer gets an unbounded advantage: the others' spread, 0 or rounding, divides it."
         subject = "one right answer among wrong ones"
         yield self.finding(subject, f"largest {largest:.3g}", f"≤ {bound:g}", largest <= bound, why)
         if math.isinf(found) or bool(right.all()):  # groups of one
@@ -252,10 +243,7 @@ class AdvantageEstimator(Subject, name="advantages"):
             return
         worst, best, room = float(given[right].min()), float(given[~right].max()), self._rounded(one, groups) * found
         measured, holds = f"right {worst:.3g}, wrong up to {best:.3g}", worst >= -room and best <= room and worst > best
-        why = (
-            "The only right answer of a group is pushed down, or wrong ones are pushed up: a sign, an absolute value, "
-        )
-        why += "or a baseline that lies outside of the rewards."
+        why = "The only right answer is pushed down, or wrong ones up: a sign, an absolute value, or a wrong baseline."
         yield self.finding(subject, measured, f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong", holds, why)
 
     def _missing(self, rewards: Tensor, groups: Tensor) -> Finding:

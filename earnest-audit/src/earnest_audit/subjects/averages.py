@@ -68,8 +68,7 @@ class Ema(Subject, name="moving average"):
 
     def _rows(self, update: Average, old: Tensor, new: Tensor, warm: bool = False) -> Iterator[Finding]:
         """``warm``: the update has been made many times. A warm-up holds the rate above 0 for ever, and ever less."""
-        why = "The average is not average + rate·(current - average): rate and decay are swapped, the result is "
-        why += "discarded, or the two weights do not add to 1."
+        why = "Rate and decay are swapped, the result is discarded, or the two weights do not add to 1."
         for rate in (0.0, 1.0, SMALL):
             off = self._off(update, old, new, rate)
             room, after = SMALL if warm and rate == 0 else rounding(old), f", after {WARM} updates" if warm else ""
@@ -195,10 +194,7 @@ class OuterStep(Subject, name="outer step"):
             moved = start * (1 + THOUSANDTH * one.sign())
             landed = self._rounds(start, [[moved]], knobs)[-1]
             off = float(((landed - moved) / (THOUSANDTH * start)).abs().max())
-            why = (
-                "A move of a thousandth of a weight is rounded away: the global weights, or what is sent, have 16 bits."
-            )
-            why += " (Where that is intended, declare precision=…)"
+            why = "A move of a thousandth of a weight is rounded away in 16 bits. (Intended: declare precision=…)"
             yield self.agrees("a small move", off, rounding(start) / THOUSANDTH, why, "off by {} of it")
 
     def _remembers(self, knob: str, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:

@@ -72,10 +72,7 @@ class GAE(Subject, name="generalised advantages"):
                     a, b = (a - a.mean()) / a.std(), (b - b.mean()) / b.std()
                 yield self.agrees(f"{what}, λ = {lam:g}", float((a - b).abs().max()), room, MEANINGS[what])
         hidden = 3 * (1 - mask)
-        why = (
-            "Masked tokens (prompt, padding) reach the answer's: its last token bootstraps from padding, or a mean is "
-        )
-        why += "taken over everything."
+        why = "Masked tokens reach the answer's: its last one bootstraps from padding, or a mean is over everything."
         for name, r, v in (("rewards", rewards + hidden, values), ("values", rewards, values - hidden)):
             for what, found in self._run(r, v, mask, self.lam).items():
                 off = float((found - base[what])[on].abs().max())

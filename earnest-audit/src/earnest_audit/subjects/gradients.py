@@ -27,22 +27,13 @@ PARTS = (
     "twice, or gradients cleared between parts. A loss per micro-batch by design declares rows_interact=True."
 )
 COPIES = "The same batch twice has another direction: a term is multiplied by the number of parts, the others are not."
-IDLE = (
-    "A part without a gradient of its own (no supervised token, an advantage of 0) spoils the other: 0 / 0, or an "
-    "update that is dropped. Where the loop never makes such a part, give split=…. "
-)
+IDLE = "A part without a gradient spoils the other: 0 / 0, or a dropped update. Where none occurs, give split=…. "
 CUTS = 8  # how many cuts are tried for one whose parts both train
 TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below
 BINDS = 0.05  # of the gradient's norm: below that of a part, whose own clip would bind too
 STABILISER = 1e-6  # what torch's clip_grad_norm_ adds to the norm before it divides
-ANOTHER = (
-    "The optimizer is given another gradient than the whole batch's: a mean of means, a scale that is not taken off, "
-    "only the last micro-batch, or a clip that acts below its norm."
-)
-CLIPPED = (
-    "Where the clip binds, the optimizer is given another gradient: it is clipped per micro-batch, before the loss "
-    "scale is taken off, by a norm that counts a part twice or not at all, or never."
-)
+ANOTHER = "The optimizer gets another gradient: a mean of means, a scale that stays, only the last part, an early clip."
+CLIPPED = "The clip is per part, before the unscaling, by a norm that counts parts twice or not, or it is missing."
 LAST = "The next update is given something of the last one: gradients are not cleared (zero_grad) between two updates."
 
 
@@ -115,10 +106,10 @@ class _Gradients(Subject, name=""):
         usual = next((c for c in few if all(_trains(gradient, part) for part in parts(c))), first)
         return [(usual, parts(usual), ""), *([(first, parts(first), IDLE)] if usual != first else [])]
 
-    def _units(self, seen: Sequence[torch.dtype]) -> list[tuple[nn.Parameter, float]]:
+    def _units(self, seen: Sequence[torch.dtype]) -> list[tuple[Tensor, float]]:
         """Trainable parameters, each with the unit in the last place of what is computed in."""
-        precision, trained = self.precision or coarsest(seen), [p for p in self.model.parameters() if p.requires_grad]
-        return [(p, max(torch.finfo(d).eps for d in (p.dtype, precision or p.dtype))) for p in trained]
+        declared = self.precision or coarsest(seen)
+        return [(p, max(torch.finfo(d).eps for d in (p.dtype, declared or p.dtype))) for p in self._trained().values()]
 
     def _room(self, whole: Gradient, seen: Sequence[torch.dtype], again: Callable[[], Gradient]) -> tuple[float, float]:
         """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one
@@ -143,10 +134,9 @@ class Accumulation(_Gradients, name="accumulation"):
     uneven ones where that is legal. ``rows_interact``: a part of the loss is taken per micro-batch by design (a
     router). ``precision`` is what is computed in, where modules do not show it. ``stateful=True``: one call changes the
     next by design (a running statistic beside the model).
-    How: The batch in one piece, once more, and cut unevenly (also with a part without a gradient, if there are such
-    rows); the tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
-    Exceptions: With rows_interact=True the batch is only given twice. A clip that does not bind is not detected here:
-    Update makes it bind.
+    How: The batch in one piece, once more, and cut unevenly (also with a part that has no gradient, if it can); the
+    tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
+    Exceptions: With rows_interact=True the batch is only given twice. Update checks clips.
     Detects: transformers gradient accumulation (a mean of means), gradients cleared between requests, transformers
     #48690 (a router's loss times the number of ranks)
     """
@@ -199,8 +189,7 @@ class Accumulation(_Gradients, name="accumulation"):
             if not (repeats or counted):
                 why = "Every call gives another gradient: noise, or a running statistic. The tolerance is that wide."
                 return self.not_applicable(subject, f"{measured}, and another way each time", why)
-        why = "The same batch on the same weights gives another gradient the second time: a count or a gradient of the "
-        why += "last call is still there. (Where that is intended, declare stateful=True.)"
+        why = "A second call gives another gradient: something of the first is left. (By design: stateful=True.)"
         return self.finding(subject, measured, f"≤ {room:.2g}", off <= room, why)
 
     def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:

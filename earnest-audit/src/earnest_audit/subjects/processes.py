@@ -58,10 +58,7 @@ class WeightSync(Subject, name="weight sync"):
         self.push()
         before, now = outputs(self.sampler), outputs(self.trainer)
         room = rounding(before, now, precision=self.precision)
-        why = (
-            "A push changes the trainer: in 16 bits, merging adapters and taking them out again does not give the old "
-        )
-        why += "weights back. Keep a copy, or merge into another one."
+        why = "A push changes the trainer: adapters are merged and taken out again in 16 bits. Keep a copy."
         own, near = difference(again, now), max(OWN, 4 * difference(alone, again))
         yield self.agrees("the trainer after a push", own, near, why, "its own log-probs moved by {}")
         agree, different = difference(before, now), f"Sampler and trainer are different policies, or {OTHERWISE}"
@@ -109,8 +106,7 @@ class WeightSync(Subject, name="weight sync"):
         if not shown:
             return self.not_applicable(subject, f"none of {len(chosen)} shows in the log-probs", "Give a longer text.")
         aside = f" ({len(hidden)} do not show: {', '.join(hidden[:3])})" if hidden else ""
-        why = ": changed alone, the sampler does not follow: it is not sent, or under another name, or the sampler has "
-        why += "a copy of its own (a tied head)."
+        why = ": the sampler does not follow: it is not sent, or misnamed, or the sampler has a copy (a tied head)."
         return self.none(subject, lost, f"{len(lost)} of {shown} do not arrive{aside}", why)
 
     def _arrives(self, tensor: Tensor, agree: float) -> bool | None:
@@ -181,8 +177,7 @@ class Gather(Subject, name="gather"):
     def _row(self, subject: str, sent: Sequence[Tensor]) -> Finding:
         got = [t.flatten().tolist() for t in self.gather([t.clone() for t in sent])]
         wanted = [t.tolist() for t in sent]
-        why = "A rank does not have what every rank sent: all slots are one tensor, the order is lost (rank10 before "
-        why += "rank2), padding is not cut off again, or what looks like padding is."
+        why = "A slot is not what its rank sent: all are one tensor, the order is lost, or padding is cut wrongly."
         return self.finding(subject, f"{got}", f"{wanted}", got == wanted, why)
 
 
@@ -246,14 +241,10 @@ class Ranks(Subject, name="ranks"):
             off = [abs(a - b) / max(1e-12, abs(a), abs(b)) for a, b in zip(values, own, strict=True)]
             worst = off.index(max(off))
             measured = f"rows cut {named[worst]}: {values[worst]:.4g} and {own[worst]:.4g}, relatively off by {{}}"
-            why = "The logged number is not what one process computes from the same rows: tokens are counted on every "
-            why += "rank that holds them, other places are averaged, or a weight is applied twice."
+            why = "One process computes another number: a token counts on several ranks, or a weight is applied twice."
             yield self.agrees("the metric in one process", off[worst], room, why, measured)
         if not self.by_rank:
             each = ", ".join(f"{value:.4g} ({cut})" for value, cut in zip(values, named, strict=True))
             off_by = (max(values) - min(values)) / max(1e-12, *map(abs, values))
-            why = (
-                "The logged number depends on how rows are cut over ranks: a mean of the ranks' means, a maximum or a "
-            )
-            why += "deviation that is averaged, or the first rank's number alone."
+            why = "It depends on how rows are cut: a mean of means, an averaged maximum, or the first rank's alone."
             yield self.agrees("a metric over ranks", off_by, room, why, f"{each}: relatively off by {{}}")

@@ -15,10 +15,7 @@ from earnest_audit.restore import copied, seeded
 from earnest_audit.subjects.base import Subject, equal, gap, largest, outputs
 from earnest_audit.verdict import Finding
 
-FOLLOWS = (
-    "What was saved changes when training goes on: the save holds live tensors (a state_dict() that is not copied), or "
-    "its write is still under way."
-)
+FOLLOWS = "The save holds live tensors (a state_dict() that is not copied), or its write is still under way."
 
 
 @dataclass
@@ -230,9 +227,8 @@ class FirstCall(Subject, name="first call"):
     Needs: ``make()`` gives an object as a new process would have it, ``train(x)`` changes what is trained, ``call(x)``
     is what may be filled lazily: the reference's log-probs, outputs that use a cache. ``constant=False`` where it has
     to follow the training.
-    How: Four fresh objects: one is called, trained and called again; one is trained and then called for the first time.
-    Exceptions: What is random must be seeded in make: fresh objects that differ by themselves are reported and not
-    judged.
+    How: Fresh objects: one is called, trained and called again; one is trained and then called for the first time.
+    Exceptions: What is random must be seeded in make.
     Detects: a reference that is copied from the policy at its first use, or differs in a new process; merged weights or
     masks that are cached and never made anew
     """
@@ -244,13 +240,14 @@ class FirstCall(Subject, name="first call"):
     seed: int = 0
 
     def check(self) -> Iterator[Finding]:
-        warm, cold = self._make(), self._make()
-        before, fresh = self._call(warm), self._call(self._make())
-        other = "Two fresh objects differ: a new process begins from something else (an unseeded draw, a changed file)."
-        yield self.same("two fresh objects", before, fresh, other)
+        warm, cold = self._seeded(self.make), self._seeded(self.make)
+        before = self._seeded(outputs, self.call, warm)
+        fresh = self._seeded(outputs, self.call, self._seeded(self.make))
+        why = "Two fresh objects differ: a new process begins from something else (an unseeded draw, a changed file)."
+        yield self.same("two fresh objects", before, fresh, why)
         self.train(warm)
         self.train(cold)
-        later, first = self._call(warm), self._call(cold)
+        later, first = (self._seeded(outputs, self.call, x) for x in (warm, cold))
         if self.constant:
             why = "It changes with the training: it shares weights with what is trained."
             yield self.same("after training", before, later, why)
@@ -262,10 +259,6 @@ class FirstCall(Subject, name="first call"):
         stale = "After training the old value is given: what was cached at the first call is not made anew."
         yield self.same("called before and after training", first, later, stale)
 
-    def _make(self) -> Any:
+    def _seeded(self, act: Callable[..., Any], *given: Any) -> Any:
         with seeded(self.seed):
-            return self.make()
-
-    def _call(self, x: Any) -> Tensor:
-        with seeded(self.seed):
-            return outputs(self.call, x)
+            return act(*given)
