@@ -110,13 +110,12 @@ class AdvantageEstimator(Subject, name="advantages"):
         if self.values is not None and not bool(torch.isin(rewards, torch.tensor(self.values).float()).all()):
             return self.not_applicable(subject, "leads out of the declared values")
         try:
-            found = self._run(rewards, groups)
+            found = self._run(rewards, groups)[rows]
         except Exception as error:
             return self.refused(subject, error)
-        found, wanted = found[rows], wanted[rows]
         if changed is not None:
-            found = self._alike(found, wanted, changed[rows])
-        return self.agrees(subject, self._off(found, wanted), self._room, meaning)
+            found = self._alike(found, wanted[rows], changed[rows])
+        return self.agrees(subject, self._off(found, wanted[rows]), self._room, meaning)
 
     def _off(self, found: Tensor, wanted: Tensor) -> float:
         return float((wanted - found).abs().max()) / max(self._usual, 1e-12)
@@ -150,8 +149,7 @@ class AdvantageEstimator(Subject, name="advantages"):
         return self.finding("sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near, why)
 
     def _draw(self, groups: Tensor, rng: torch.Generator) -> Tensor:
-        """Of the declared values, or normal. A group of declared ones keeps a spread when it loses any row, if its size
-        allows: the smallest and the largest value twice each."""
+        """Normal, or of the declared values: the smallest and the largest twice in each group, which keeps a spread."""
         if self.values is None:
             return (torch.rand if self.scaled_over == "mean" else torch.randn)(len(groups), generator=rng)
         low, high, values = *self._ends(), torch.tensor(list(map(float, self.values)))

@@ -41,8 +41,7 @@ class Ema(Subject, name="moving average"):
     How: Random weights at three rates, then 1/rate moves (4096 calls at most), which must bring the average at least
     half as far as they should. The tolerance is rounding in the dtype.
     Exceptions: A decay that warms up is judged after 2000 updates, where rate 0 may still move it a little.
-    Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in bf16 at a
-    decay of 0.999
+    Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), 0.999 in bf16
     """
 
     update: Average
@@ -198,8 +197,7 @@ class OuterStep(Subject, name="outer step"):
             yield self.agrees("a small move", off, rounding(start) / THOUSANDTH, why, "off by {} of it")
 
     def _remembers(self, knob: str, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
-        """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens
-        steps may be an average of weights, which has none."""
+        """A momentum that takes the first step further (Nesterov's) has a memory; an average of weights has none."""
         try:
             first = self._rounds(start, [[one]], {**self.knobs, knob: STILL})[-1]
         except Exception:
@@ -239,8 +237,7 @@ class Unbiased(Subject, name="thinning"):
     Needs: ``fn(x, setting)`` thins or rounds x at random; its mean over many draws is x at every setting.
     How: Many draws of numbers that 16 bits cannot hold; within six standard errors.
     Exceptions: Six standard errors of 22 numbers: one false alarm in about twenty million audits.
-    Detects: PEFT #3152 (DARE's rescaling is computed and discarded), OneTrainer #994 (stochastic rounding that
-    truncates)
+    Detects: PEFT #3152 (DARE's rescaling is discarded), OneTrainer #994 (stochastic rounding that truncates)
     """
 
     fn: Callable[[Tensor, float], Tensor]

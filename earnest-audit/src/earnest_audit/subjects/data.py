@@ -31,9 +31,8 @@ MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not h
 class Collator(Subject, name="collator"):
     """DATA: A collator, or a data stage, treats each example by itself, in order, and leaves its inputs alone.
 
-    order        permuted examples give permuted rows
+    order        permuted examples give permuted rows, in every column
     purity       a row does not depend on the other examples, up to the padding
-    alignment    all columns of a row come from the same example
     again        the same examples give the same batch
     rows         there is a row for each example
     documents    a packed batch has one document per example, and it is what the example gives alone
@@ -180,8 +179,8 @@ def _alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
 
 
 def _off(a: Tensor, b: Tensor) -> float:
-    """By how much two tensors differ, relative to an entry or, where that is less, to 1 or the largest; what both do
-    not have (NaN) is equal. Infinite for another shape, and for other whole numbers."""
+    """By how much two tensors differ, relative to an entry or, where that is less, to 1 or the largest; NaN is equal
+    to NaN. Infinite for another shape, and for other whole numbers."""
     b = b.to(a.device)
     if a.shape != b.shape or not (a.is_floating_point() or b.is_floating_point()):
         return 0.0 if a.shape == b.shape and bool((a == b).all()) else math.inf
@@ -207,8 +206,8 @@ class ChatTemplate(Subject, name="chat template"):
     the places in ``messages`` of the answers that are supervised, where that is not all of them.
     How: A conversation is rendered whole, up to each answer, and with one other text at a time.
     Exceptions: Templates that rewrite earlier turns (remove reasoning) are no prefix by design: prefix=False.
-    Warns: (an answer that has no end, where others have one) the next message's first token may be the end (GLM); a
-    turn that calls a tool may have another end.
+    Warns: (an answer without an end, where others have one) the next message may begin with it (GLM); tool calls may
+    have another one.
     Detects: Megatron-Bridge #3359, marin #7237 and TRL #4201 (no generation marks: everything or nothing is
     supervised), a system prompt or an end of text on one side only, an end of turn that is masked
     """
@@ -267,8 +266,8 @@ class ChatTemplate(Subject, name="chat template"):
         yield self.law.doubtful(row) if some else row
 
     def _ends(self, messages: Messages) -> dict[int, list[int]]:
-        """The places of ends after a message's words, up to the last words of the next one; of messages with any. Where
-        its words end is seen when more are added."""
+        """Message -> the places of ends after its words, up to the last words of the next one; none: no key. Where its
+        words end is seen when more are added."""
         ids, stops = self._given(messages)[0], []
         for i in range(len(messages)):
             other = self._given(_other(messages, i))[0]
@@ -298,9 +297,8 @@ class ChatTemplate(Subject, name="chat template"):
 
     def _without_history(self, first: int, taught: list[int]) -> Finding:
         """What is supervised where everything before the exchange of the first trained answer is left out."""
-        user_turns = [i for i in range(first) if self.messages[i]["role"] == "user"]
-        head = [m for m in self.messages[: user_turns[-1]] if m["role"] == "system"] if user_turns else []
-        alone = self._taught([*head, *self.messages[user_turns[-1] if user_turns else 0 :]])
+        start = max((i for i in range(first) if self.messages[i]["role"] == "user"), default=0)
+        alone = self._taught([*(m for m in self.messages[:start] if m["role"] == "system"), *self.messages[start:]])
         why = "Something in turns that are not trained is supervised, such as the end of an earlier answer."
         measured = f"{len(taught)} tokens are supervised, {len(alone)} without those turns"
         return self.finding("turns that are not trained", measured, "the same", alone == taught, why)
@@ -371,8 +369,7 @@ class Grader(Subject, name="grader"):
     again     the same answer is worth the same a second time, and after other answers
     finite    every reward is a finite number
 
-    Needs: ``grade(answer)`` is the reward of an answer to one question, of which ``right`` and ``wrong`` are examples.
-    ``question``: its text, which is no answer.
+    Needs: ``grade(answer)`` is the reward of an answer to one ``question``; ``right`` and ``wrong`` are examples.
     How: All answers are graded, then again in reverse order.
     Exceptions: A grader that is random by design (a sampled judge) declares repeatable=False.
     Detects: an empty answer with a format reward, substring matches, state between calls, NaN for what is not parsed

@@ -60,8 +60,7 @@ class _Gradients(Subject, name=""):
 
     def _has(self, whole: Gradient, why: str) -> Finding:
         norm = whole.norm()
-        trains = math.isfinite(norm) and norm > 0
-        return self.finding(WHOLE, f"norm {norm:.3g}", "finite and above 0", trains, why)
+        return self.finding(WHOLE, f"norm {norm:.3g}", "finite and above 0", 0 < norm < math.inf, why)
 
     def _row(self, subject: str, found: Gradient | None, wanted: Gradient, room: float, meaning: str) -> Finding:
         if found is None:
@@ -71,8 +70,7 @@ class _Gradients(Subject, name=""):
         return self.agrees(subject, wanted.distance(found), room, why, f"off by {{}} (best factor {factor:.3g})")
 
     def _made_by(self, act: Callable[[], Any]) -> Gradient:
-        """What ``act`` leaves in ``.grad``, where nothing was before. Afterwards the model, its buffers included, is as
-        it was."""
+        """What ``act`` leaves in ``.grad``, which is empty before; the model, with its buffers, is restored."""
         with restored(self.model, None), empty_grads(self.model.parameters()), calling(self.seed, graph=True):
             act()
             return self._left(self._trained())
@@ -85,9 +83,8 @@ class _Gradients(Subject, name=""):
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _cuts(self, gradient: Callable[[Mapping[str, Any]], Gradient]) -> list[tuple[list[int], list[Any], str]]:
-        """Uneven cuts of the batch: the numbers of rows, the parts, and the first words on a failure. What has no rows
-        (a number, a text) goes with every part. By default two parts that both have a ``gradient``, since one without
-        shows nothing of how parts are added; and a second cut, where one was met with a part that has none."""
+        """Uneven cuts of the batch: the numbers of rows, the parts, and the first words on a failure. By default two
+        parts that both have a ``gradient``, which show how parts are added; and a cut with a part that has none."""
         tensors = [v.shape[0] for v in self.batch.values() if isinstance(v, Tensor) and v.ndim]
         sizes = tensors or [len(v) for v in self.batch.values() if isinstance(v, list | tuple | np.ndarray)]
         if not sizes:
@@ -126,8 +123,7 @@ class Accumulation(_Gradients, name="accumulation"):
     """SE-ACCUMULATION: Many small backward passes, or many ranks, leave the whole batch's gradient, and so does the
     next call.
 
-    accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) leaves, for an UNEVEN cut;
-    and the same again in a second call
+    accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) does, UNEVENLY cut, and again
     accumulate(model, [B, B]) has the direction of accumulate(model, [B]), whatever is taken per micro-batch
 
     Needs: ``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are row counts,
@@ -137,8 +133,7 @@ class Accumulation(_Gradients, name="accumulation"):
     How: The batch in one piece, once more, and cut unevenly (also with a part that has no gradient, if it can); the
     tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
     Exceptions: With rows_interact=True the batch is only given twice. Update checks clips.
-    Detects: transformers gradient accumulation (a mean of means), gradients cleared between requests, transformers
-    #48690 (a router's loss times the number of ranks)
+    Detects: transformers' mean of means, and its #48690 (a router's loss times the ranks); gradients that are cleared
     """
 
     model: nn.Module
@@ -249,8 +244,7 @@ class Update(_Gradients, name="update"):
         if free is None:
             return
         # The same parts on the same weights: what the cut alone did is the room of what follows, where that is less.
-        own = max(wanted.distance(free), unit if unit > COARSE else 4 * unit)
-        near = min(room, 4 * own)
+        near = min(room, 4 * max(wanted.distance(free), unit if unit > COARSE else 4 * unit))
         if self.clips:
             with restored(self.model, self.optimizer):
                 handed = self._handed(parts, BINDS * norm)

@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import torch
@@ -38,10 +38,9 @@ class WeightSync(Subject, name="weight sync"):
     place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the perturbation it is at
     most an eighth of it or four times the difference before it. A push does not change the trainer's own log-probs.
     When one tensor is perturbed alone, at least half of the change must reach the sampler.
-    Exceptions: Two programs in 16 bits differ legitimately: declare precision. A perturbation that is smaller than
-    their difference is not judged.
-    Detects: other tensors pushed than the trained ones, a stale adapter slot, prime-rl #2823 (a tied head that is a
-    stale clone), a base that drifts by merge and unmerge in bf16
+    Exceptions: Two programs in 16 bits differ legitimately: declare precision. A smaller perturbation is not judged.
+    Detects: tensors that are not pushed, a stale adapter slot, prime-rl #2823 (a tied head is a stale clone), a base
+    that drifts by merge and unmerge in bf16
     """
 
     perturb: Callable[[], None]
@@ -110,8 +109,7 @@ class WeightSync(Subject, name="weight sync"):
         return self.none(subject, lost, f"{len(lost)} of {shown} do not arrive{aside}", why)
 
     def _arrives(self, tensor: Tensor, agree: float) -> bool | None:
-        """Whether a perturbation that stands out in the trainer's log-probs reaches the sampler; None where none stands
-        out."""
+        """Whether a perturbation that stands out at the trainer reaches the sampler; None where none stands out."""
         base, rms = outputs(self.trainer), float(tensor.detach().float().square().mean().sqrt()) or 1.0
         sizes = iter([factor * rms for factor in PERTURBATIONS])
         for _ in PERTURBATIONS:
@@ -158,12 +156,9 @@ class Gather(Subject, name="gather"):
 
     def _odd(self) -> list[Tensor]:
         """What is often taken for padding, in front and at the end; one rank sends nothing else."""
-        odd = [v for v in ODD if v != self.padding]
-        sent = []
-        for rank in range(self.ranks):
-            value, other = odd[rank % len(odd)], odd[(rank + 1) % len(odd)]
-            sent.append(torch.tensor([value, 7.0 + rank, other] if rank else [value] * 3))
-        return sent
+        pairs = pairwise([v for v in ODD if v != self.padding] * (self.ranks + 1))
+        ranks = zip(range(self.ranks), pairs, strict=False)
+        return [torch.tensor([first, 7.0 + rank, last] if rank else [first] * 3) for rank, (first, last) in ranks]
 
     def _many(self) -> Finding:
         """At least 11 ranks, so that their names sort differently as texts: rank10 before rank2."""
@@ -194,8 +189,7 @@ class Ranks(Subject, name="ranks"):
     one process. ``by_rank=True`` where it depends on the cut by its definition: then only ``single`` is compared.
     How: Four ranks draw (in three steps), twice; the rows are cut into one, two and three uneven shards.
     Exceptions: A sampler that gives all ranks the same draws on purpose (data that is split afterwards) has no draw.
-    Detects: one seed for all ranks (every rank samples the same answers), seed + rank + step, a mean of the ranks'
-    means, TRL #7100 and #5620
+    Detects: one seed for all ranks, seed + rank + step, a mean of the ranks' means, TRL #7100 and #5620
     """
 
     draw: Callable[..., Tensor] | None = None

@@ -22,8 +22,7 @@ FOLLOWS = "The save holds live tensors (a state_dict() that is not copied), or i
 class RoundTrip(Subject, name="save and load"):
     """RT: What is loaded equals what was saved; for modules also what is trainable, the dtypes and tied weights.
 
-    load(save(x)) gives the same outputs, from a perturbed state, onto something else; what was saved does not change
-    when training continues
+    load(save(x)) gives the same outputs, from a perturbed state, onto something else, also after training went on
 
     Needs: ``make()`` gives a fresh object, ``perturb(x)`` perturbs it, ``outputs(x)`` is what must survive. ``save(x,
     folder)`` and ``load(x, folder)`` are given an empty folder (a ``Path``) and name the files in it; ``load`` fills
@@ -112,8 +111,7 @@ class Resume(Subject, name="resume"):
     again after the saved run has continued.
     Exceptions: Other thread counts sum in another order: resume with the same number. State that changes at an epoch's
     end shows only where one ended before the save (a datum came twice): N, 2N and 4N steps are tried.
-    Warns: (a run that returns ids and leaves the state as it is) only the data is resumed, or the state holds something
-    else than what is trained.
+    Warns: (a run that returns ids and leaves the state as it is) only the data is resumed.
     Detects: moments, schedules, random states or data streams that restart
     """
 
@@ -165,8 +163,7 @@ class Resume(Subject, name="resume"):
         if not _leaves(end):
             yield self.not_applicable(subject, "the state is empty")
         elif equal(before, end):
-            why = "A resume that loses everything would pass: give steps=…, or what is trained as the state "
-            why += "(state=lambda x: [] where only the data is resumed)."
+            why = "Any resume would pass: give steps=…, or what is trained (only data: state=lambda x: [])."
             row = self.finding(subject, "the run changes nothing", "a run that trains", False, why)
             yield self.law.doubtful(row) if wanted else row
         else:
@@ -225,12 +222,10 @@ class FirstCall(Subject, name="first call"):
     process    two fresh objects give the same
 
     Needs: ``make()`` gives an object as a new process would have it, ``train(x)`` changes what is trained, ``call(x)``
-    is what may be filled lazily: the reference's log-probs, outputs that use a cache. ``constant=False`` where it has
-    to follow the training.
+    is what may be filled lazily (a reference, a cache). ``constant=False`` where it has to follow the training.
     How: Fresh objects: one is called, trained and called again; one is trained and then called for the first time.
     Exceptions: What is random must be seeded in make.
-    Detects: a reference that is copied from the policy at its first use, or differs in a new process; merged weights or
-    masks that are cached and never made anew
+    Detects: a reference that is copied from the policy at its first use, or differs in a new process; a stale cache
     """
 
     make: Callable[[], Any]
