@@ -19,7 +19,7 @@ USUAL = 1e-3  # what a decay of 0.999 leaves
 WARM = 2000  # updates after which every usual warm-up of a decay is over at SMALL
 MOST = 4096  # calls, however small a rate is
 OFF = "{} of the way off"
-RATES = ("lr", "learning_rate", "step_size", "eta")
+RATES = ("_lr", "_learning_rate", "_step_size", "_eta")
 THOUSANDTH = 2.0**-10  # of a weight: nothing in bf16, and 8000 units in the last place of fp32
 STILL = 1e-30  # a momentum of nothing, for optimizers that refuse 0 (Nesterov's)
 Average = Callable[[Tensor, Tensor, float], Tensor | None]
@@ -224,8 +224,7 @@ def _is_momentum(knob: str) -> bool:
 
 
 def _is_rate(knob: str) -> bool:
-    name = knob.lower()
-    return "inner" not in name and any(name == r or name.endswith(f"_{r}") for r in RATES)
+    return "inner" not in knob.lower() and f"_{knob.lower()}".endswith(RATES)
 
 
 @dataclass

@@ -235,8 +235,7 @@ class ChatTemplate(Subject, name="chat template"):
             more = ": tokens between the last message and this answer are supervised, which the policy never samples."
             measured = f"{len(supervised)} of {len(answers)} are supervised"
             yield self.none("generation prompts", supervised, measured, more)
-        if self.trained is not None:
-            answers = [i for i in answers if i in self.trained]
+        answers = [i for i in answers if self.trained is None or i in self.trained]
         others = [i for i in range(len(messages)) if i not in answers]
         moved = [str(i) for i in others if any(self._taught(_other(messages, i, f)) != taught for f in (False, True))]
         more = ": other words of a user, the system or an answer that is not trained change what is supervised."
