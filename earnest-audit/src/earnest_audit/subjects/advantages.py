@@ -123,8 +123,10 @@ class AdvantageEstimator(Subject, name="advantages"):
     def _local(self, rewards: Tensor, groups: Tensor, base: Tensor) -> Iterator[Finding]:
         """What is done to one group, or to the groups' names, stays there."""
         first = groups == groups[0]
-        why = "A constant on one prompt's rewards moves advantages: groups are cut wrongly (tiled against interleaved),"
-        why += ' or one mean or spread is of all prompts (intended: declare over="batch", or scaled_over=…).'
+        why = (
+            "A constant on one prompt's rewards moves advantages: groups are cut wrongly, or a mean or a spread is of "
+        )
+        why += 'all prompts. (By design: over="batch", or scaled_over="batch" or "mean".)'
         yield self._gives("shift of one group", rewards + SHIFT * first.float(), groups, base, why, changed=first)
         why = "Groups with other names have other advantages: a name is taken for a place. Raise, or count the names."
         yield self._gives("other names of the groups", rewards, groups + NAMES, base, why)
@@ -197,12 +199,10 @@ class AdvantageEstimator(Subject, name="advantages"):
         (size, value), worst = max(((c, x) for c, x in found.items() if c not in rounds), key=lambda case: case[1])
         rounded = max((found[case] for case in rounds), default=0.0)
         if worst <= room < rounded:  # right for rewards of 0 and 1, which is what most graders give
-            why = "Where rewards are such numbers, a group without a signal is trained on its rounding: add 1e-6 or "
-            why += "more to the spread. Declare values=(…) with those that occur, and they are checked."
+            why = "Equal rewards that round are trained on: add 1e-6 to the spread, or declare values=(…) that occur."
             measured = f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)"
             return self.finding(subject, measured, "0", "not declared", why)
-        why = "Equal answers get advantages as large as real ones (or not finite): rounding is divided by rounding. "
-        why += "Add 1e-6 or more to the spread, or set such groups to 0."
+        why = "Equal answers get advantages, rounding over rounding. Add 1e-6 to the spread, or set such groups to 0."
         measured = f"largest {worst:.2g} for {size} rewards of {value:g}"
         return self.finding(subject, measured, f"0, up to {room:.1g}", worst <= room, why)
 

@@ -83,7 +83,7 @@ class RoundTrip(Subject, name="save and load"):
             return
         first = [{id(p): n for n, p in reversed(of.items()) if n in names} for of in (mine, theirs)]
         for subject, fact, meaning in (
-            ("what is trainable", lambda p, _: p.requires_grad, "frozen, or not (by design: for_training=False)"),
+            ("what is trainable", lambda p, _: p.requires_grad, "frozen, or no longer (by design: for_training=False)"),
             ("dtypes", lambda p, _: p.dtype, "of another dtype"),
             ("tied parameters", lambda p, tied: tied[id(p)], "two tensors, which were one, or the other way round"),
         ):
