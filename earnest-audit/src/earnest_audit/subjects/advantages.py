@@ -123,10 +123,8 @@ class AdvantageEstimator(Subject, name="advantages"):
     def _local(self, rewards: Tensor, groups: Tensor, base: Tensor) -> Iterator[Finding]:
         """What is done to one group, or to the groups' names, stays there."""
         first = groups == groups[0]
-        why = (
-            "A constant on one prompt's rewards moves advantages: groups are cut wrongly, or a mean or a spread is of "
-        )
-        why += 'all prompts. (By design: over="batch", or scaled_over="batch" or "mean".)'
+        why = "A constant on one prompt's rewards moves advantages: groups are cut wrongly, or a mean or a spread is "
+        why += 'over all prompts. (By design: over="batch", or scaled_over="batch" or "mean".)'
         yield self._gives("shift of one group", rewards + SHIFT * first.float(), groups, base, why, changed=first)
         why = "Groups with other names have other advantages: a name is taken for a place. Raise, or count the names."
         yield self._gives("other names of the groups", rewards, groups + NAMES, base, why)
