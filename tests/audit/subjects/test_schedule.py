@@ -183,7 +183,7 @@ def test_a_floor_without_its_step_asks_for_it() -> None:
 
 
 def test_a_warm_up_longer_than_the_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="it is longer than the run of total=100 steps: give total="):
+    with pytest.raises(ValueError, match="it is longer than a run of 100 steps: give total="):
         audit(Schedule(lambda n, _: [1.0] * n, 1.0, 1.0, total=100, warmup=200))
 
 

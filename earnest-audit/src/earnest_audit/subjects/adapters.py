@@ -28,8 +28,7 @@ class AdapterStart(Subject, name="adapter at initialization"):
     text. ``disable(model)`` is a context manager inside which the adapter is off.
     How: Outputs before and after attaching; then the trainable parameters are perturbed and the adapter is disabled.
     Exceptions: An adapter that changes the outputs at initialization by design declares identity=False.
-    Warns: (row "base weights", where the adapter makes up for their change) PiSSA takes the adapter's start out of the
-    base, and saved alone it does not fit the old one.
+    Warns: (row "base weights", where the adapter makes up for their change) PiSSA takes its start out of the base.
     Detects: an initialization that is not exact, attaching that rounds or replaces base weights, a disable_adapter()
     that leaves a bias or a scale behind, an adapter that trains nothing
     """
@@ -56,26 +55,24 @@ class AdapterStart(Subject, name="adapter at initialization"):
         yield self.finding("what is trainable", names, "all, and some", bool(own) and len(own) == len(trained), why)
         sizes = iter(perturbation_sizes(own, 1.0))
         with moved(own, lambda _, noise: next(sizes) * noise, seed=0):
-            yield from self._perturbed(adapted, before)
+            why = "Perturbing every parameter of the adapter does not change the outputs: it is not applied."
+            yield self.moved("perturbed", outputs(self.outputs, adapted), before, why)
+            if self.disable is None:
+                yield self.not_declared("disabled", "disable=lambda model: …, a context manager,")
+            else:
+                with self.disable(adapted):
+                    found = outputs(self.outputs, adapted)
+                why = "With the adapter disabled the model is not the base: a bias, a scale or a merged weight is left."
+                yield self.same("disabled", before, found, why)
         changed = {name: (p, old) for name, p, old in base.values() if not torch.equal(p.detach(), old)}
         why = " changed when the adapter was attached."
         row = self.none("base weights", list(changed), f"{len(changed)} changed", why)
         if changed and fresh.outcome == "holds":
-            olds = iter(changed.values())
-            with moved([p for p, _ in changed.values()], lambda p, _: next(olds)[1] - p, seed=0):
+            olds = iter(old for _, old in changed.values())
+            with moved([p for p, _ in changed.values()], lambda p, _: next(olds) - p, seed=0):
                 without = self.same("", before, outputs(self.outputs, adapted), "")
             row = self.law.doubtful(row) if without.outcome == "fails" else row  # the adapter makes up for the change
         yield row
-
-    def _perturbed(self, adapted: nn.Module, before: Tensor) -> Iterator[Finding]:
-        why = "Perturbing every parameter of the adapter does not change the outputs: it is not applied."
-        yield self.moved("perturbed", outputs(self.outputs, adapted), before, why)
-        if self.disable is None:
-            yield self.not_declared("disabled", "disable=lambda model: …, a context manager,")
-            return
-        with self.disable(adapted):
-            why = "With the adapter disabled the model is not the base: a bias, a scale or a merged weight is left."
-            yield self.same("disabled", before, outputs(self.outputs, adapted), why)
 
 
 @dataclass
@@ -103,36 +100,32 @@ class Merge(Subject, name="merge"):
         room = self._room(one, size)
         changes = bool((one != 0).any())
         yield self.finding("merge(1)", f"changes weights by {size:.2g}", "above 0", changes, "Merging adds nothing.")
+        rows: list[tuple[str, Tensor, str]] = []
         if self.once:
             yield self.not_applicable("merge(1) again", "it can be merged once, by declaration")
-        for subject, found, meaning in self._relations(one, applied):
+        else:
+            own = "(Adapters that are not linear in their weight, such as DoRA, declare linear=False.)"
+            if self.linear:
+                why = f"A negative weight does not merge the opposite: a root or an absolute value of it. {own}"
+                rows.append(("merge(-w) = -merge(w)", -self.delta(-1.0), why))
+                why = f"The weight does not scale the merged difference linearly. {own}"
+                rows.append(("merge(½) = ½·merge(1)", self.delta(0.5) * 2, why))
+            why = "A second merge adds something else: the base or the adapter was written into by the last merge."
+            rows.append(("merge(1) again", self.delta(1.0), why))
+        if applied is not None:
+            rows.append(("merged = unmerged", applied, "The merged model differs from the adapter beside its layer."))
+        for subject, found, meaning in rows:
             yield self.agrees(subject, largest(gap(found, one)) / size, room, meaning)
 
-    def _relations(self, one: Tensor, applied: Tensor | None) -> Iterator[tuple[str, Tensor, str]]:
-        """Subject, what has to be merge(1), and what a difference means."""
-        own = "Adapters that are not linear in their weight (DoRA) declare linear=False."
-        if self.linear and not self.once:
-            why = "Merging with a negative weight is not the opposite: a root or an absolute value of the weight."
-            yield "merge(-w) = -merge(w)", -self.delta(-1.0), f"{why} {own}"
-            why = "The weight does not scale the merged difference linearly."
-            yield "merge(½) = ½·merge(1)", self.delta(0.5) * 2, f"{why} {own}"
-        if not self.once:
-            why = "A second merge adds something else: the base or the adapter was written into by the last merge."
-            yield "merge(1) again", self.delta(1.0), why
-        if applied is not None:
-            yield "merged = unmerged", applied, "The merged model is another one than the adapter beside its layer."
-
     def _room(self, one: Tensor, size: float) -> float:
-        """A difference of large weights is as fine as those are: what a weight of 1 ± 2⁻¹² (or four units in the last
-        place, where they are more) misses by measures how fine. A smooth curve misses next to nothing of the middle."""
+        """A difference of large weights is as fine as those are, which is what a weight of 1 ± 2⁻¹² (or four units in
+        the last place, where they are more) misses by. A smooth curve misses next to nothing of the middle."""
         if self.once:
             return rounding(one)
         nudge = max(NUDGE, 4 * torch.finfo(one.dtype).eps)
         above, below = self.delta(1 + nudge), self.delta(1 - nudge)
-        if self.linear:
-            missed = [above - (1 + nudge) * one, below - (1 - nudge) * one]
-        else:
-            missed = [above + below - 2 * one]
+        apart = [above - (1 + nudge) * one, below - (1 - nudge) * one]
+        missed = apart if self.linear else [above + below - 2 * one]
         return min(0.5, max(16 * max(largest(m.abs()) for m in missed) / size, rounding(one)))
 
 
@@ -141,8 +134,7 @@ class MergedLayer(Subject, name="merged layer"):
     """DF-MERGED: Merging once, merging twice and unmerging do not change the layer's output.
 
     Needs: ``outputs()`` is the output of the layer or model, adapter included; ``merge()`` writes the adapter into the
-    weights and ``unmerge()`` takes it out again. Without ``unmerge`` the layer is left merged. ``model`` is the module
-    whose dropout is off while outputs are computed, where it is in train mode.
+    weights and ``unmerge()`` takes it out again. ``model`` is the module whose dropout is turned off for outputs.
     How: Outputs before and after each call. The tolerance is rounding in their dtype, relative to the largest.
     Exceptions: A layer may refuse a second merge.
     Detects: candle-lora #26 (a merged layer adds its adapter again)
@@ -157,13 +149,10 @@ class MergedLayer(Subject, name="merged layer"):
     def check(self) -> Iterator[Finding]:
         before = outputs(self.outputs, model=self.model)
         for act, subject, meaning in (
-            (self.merge, "merged", "The merged layer has another output: it still adds its adapter beside the merged "
-             "weights, or merges with another scale."),
-            (self.merge, "merged twice", "A second merge adds the adapter again: nothing records that it is in the "
-             "weights."),
-            (self.unmerge, "unmerged", "Merging and unmerging do not cancel: another scale, a cast, or a flag that is "
-             "not restored."),
-        ):  # fmt: skip
+            (self.merge, "merged", "The merged layer still adds its adapter, or it merges with another scale."),
+            (self.merge, "merged twice", "A second merge adds the adapter again: nothing records the first one."),
+            (self.unmerge, "unmerged", "Unmerging does not cancel merging: a scale, a cast, or a flag that stays."),
+        ):
             if act is None:
                 yield self.not_applicable("outputs, unmerged", "not checked", "Declare unmerge=… and it is checked.")
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -23,19 +23,6 @@ ROUNDS = 0.95  # its square is rounded
 EQUAL = ((7, 0.7), (8, 0.7), (6, 0.1), (5, 1.0))  # seven times 0.7, added up and divided by seven, is not 0.7 in fp32
 
 
-class Relation(NamedTuple):
-    """Rewards and groups that are edited, and the advantages that they must give."""
-
-    subject: str
-    edit: tuple[Tensor, Tensor]
-    wanted: Tensor  # on ``rows`` of the result
-    meaning: str
-    rows: Tensor | slice = slice(None)
-    changed: Tensor | None = None  # the rows of ``wanted`` whose rewards the edit changes
-    keeps_values: bool = False  # the edit draws no other values than the declared ones
-    refusable: bool = False  # an estimator may raise instead
-
-
 @dataclass
 class AdvantageEstimator(Subject, name="advantages"):
     """ADV: A constant on a group's rewards changes nothing, groups are independent, a group sums to 0, scaling has the
@@ -47,24 +34,20 @@ class AdvantageEstimator(Subject, name="advantages"):
     zero sum  Σ over a group is 0, where the division is by one number per group
     scale     rewards × 2: the same (scale="free", divided by a std) or × 2 (scale="equal")
     order     permuting the rows permutes the advantages
-    equal     rewards that are all the same give 0, also where their mean is rounded; one different reward among equal
-              ones gives no giant
+    equal     equal rewards give 0, also where their mean is rounded; one different reward gives no giant
     sign      one right answer in a group is not below 0, the wrong ones not above, and it is above them
     names     other names of the groups (100, 101, …) change nothing
-    inputs    are not written into
     missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
 
     Needs: ``fn(rewards, groups)`` -> advantages, and ``scale``: "free" where a factor on all rewards changes nothing.
     ``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
-    ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups) or "row" (each
-    row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
-    the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not checked. ``values``: the
-    only rewards that occur, such as (0.0, 1.0): no other is drawn, so a shift or a factor that leads out of them is not
-    tried. ``interleaved=False``: a group's rows stand together, ``size`` each. ``in_place=True``: it writes into the
-    rewards by design.
-    How: Rewards are shifted, scaled, permuted, made equal, one is made the only right one, and one NaN; groups get
-    other names. The tolerance is rounding over the smallest spread, plus the usual constant (up to 1e-4) in a
-    denominator.
+    ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups), "row" (each
+    row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0). ``baseline``: "other"
+    where it is not the mean (a median): the sum is then not checked. ``values``: the only rewards that occur, such as
+    (0.0, 1.0): what leads out of them is not tried. ``interleaved=False``: a group's rows stand together, ``size``
+    each. ``in_place=True``: it writes into the rewards by design.
+    How: Rewards or groups are edited, one way at a time. The tolerance is rounding over the smallest spread, plus the
+    usual constant (up to 1e-4) in a denominator.
     Exceptions: Rewards that never round (0 and 1) need no floor under the spread: values=(0.0, 1.0).
     Detects: one sample per prompt (all advantages 0), statistics along the wrong axis, groups by position, NeMo-RL
     #1518 (spread of the others), NeMo-RL #4158 (equal rewards become ±1)
@@ -93,99 +76,80 @@ class AdvantageEstimator(Subject, name="advantages"):
         given = torch.as_tensor(given).detach().reshape(-1).clone()
         if given.shape != rewards.shape:
             raise self.error("fn", f"it returned {len(given)} advantages of {len(rewards)} rewards")
-        base, room = given.float(), self._room(rewards, groups, given)
-        scale = float(base.abs().max())
+        # 16 bits: a few units in the last place; more would let anything pass.
+        coarse = given.dtype not in (torch.float32, torch.float64)
+        self._unit = 2 * torch.finfo(given.dtype).eps if coarse else rounding(rewards)
+        self._room, base = self._rounded(rewards, groups), given.float()
+        self._usual = float(base.abs().max())
         why = "Every advantage is 0: nothing is learned."
-        yield self.finding("advantages", f"largest {scale:.3g}", "not all 0", scale > 0, why)
+        yield self.finding("advantages", f"largest {self._usual:.3g}", "not all 0", self._usual > 0, why)
         if not self.in_place:
             yield unchanged
-        for relation in self._relations(rewards, groups, base, rng):
-            yield self._judged(relation, scale, room)
-        if self.over == "group":
-            yield self._centred(groups, base, room)
-        if self.over != "none":
-            yield self._equal(scale)
-            yield from self._one_of_many(rewards, groups)
-        yield self._missing(rewards, groups, scale, room)
-
-    def _judged(self, relation: Relation, scale: float, room: float) -> Finding:
-        subject, wanted = relation.subject, relation.wanted
-        if self.values is not None and not relation.keeps_values:
-            return self.not_applicable(subject, "leads out of the declared values")
-        try:
-            found = self._run(*relation.edit)[relation.rows]
-        except Exception as error:
-            if not relation.refusable:
-                raise
-            return self.not_applicable(subject, f"raises {type(error).__name__}")
-        if relation.changed is not None:
-            found = self._alike(found, wanted, relation.changed)
-        return self.agrees(subject, float((wanted - found).abs().max()) / max(scale, 1e-12), room, relation.meaning)
-
-    def _relations(self, rewards: Tensor, groups: Tensor, base: Tensor, rng: torch.Generator) -> Iterator[Relation]:
         if self.over == "group":
             yield from self._local(rewards, groups, base)
         if self.over == "batch":
-            yield Relation(
-                "shift of all rewards", (rewards + SHIFT, groups), base,
-                "A constant on all rewards moves the advantages: they are not centred.",
-            )  # fmt: skip
-        yield Relation(
-            f"scale ({self.scale})", (rewards * 2, groups), base if self.scale == "free" else base * 2,
-            "Scaling the rewards does not have the declared effect: the division by the standard deviation is in the "
-            "wrong mode.",
-        )  # fmt: skip
+            why = "A constant on all rewards moves the advantages: they are not centred."
+            yield self._gives("shift of all rewards", rewards + SHIFT, groups, base, why)
+        why = "Scaling the rewards has another effect than declared: the division by a spread is in the wrong mode."
+        scaled = base if self.scale == "free" else base * 2
+        yield self._gives(f"scale ({self.scale})", rewards * 2, groups, scaled, why)
         order = self._order(rng)
-        yield Relation(
-            "permuted rows", (rewards[order], groups[order]), base[order],
-            "The order of the rows matters: a statistic is broadcast along the wrong axis, or groups are found by "
-            "place.", keeps_values=True,
-        )  # fmt: skip
+        why = "The order of the rows matters: a statistic is taken along the wrong axis, or groups are found by place."
+        yield self._gives("permuted rows", rewards[order], groups[order], base[order], why)
+        if self.over == "group":
+            yield self._centred(groups, base)
+        if self.over != "none":
+            yield self._equal()
+            yield from self._one_of_many(rewards, groups)
+        yield self._missing(rewards, groups)
 
-    def _local(self, rewards: Tensor, groups: Tensor, base: Tensor) -> Iterator[Relation]:
+    def _gives(self, subject: str, rewards: Tensor, groups: Tensor, wanted: Tensor, meaning: str,
+               rows: Tensor | slice = slice(None), changed: Tensor | None = None) -> Finding:  # fmt: skip
+        """Edited rewards or groups give the ``wanted`` advantages, in these rows; up to a factor where ``changed`` rows
+        have other rewards, and so another divisor."""
+        if self.values is not None and not bool(torch.isin(rewards, torch.tensor(self.values).float()).all()):
+            return self.not_applicable(subject, "leads out of the declared values")
+        try:
+            found = self._run(rewards, groups)[rows]
+        except Exception as error:
+            return self.refused(subject, error)
+        if changed is not None:
+            found = self._alike(found, wanted[rows], changed[rows])
+        return self.agrees(subject, self._off(found, wanted[rows]), self._room, meaning)
+
+    def _off(self, found: Tensor, wanted: Tensor) -> float:
+        return float((wanted - found).abs().max()) / max(self._usual, 1e-12)
+
+    def _local(self, rewards: Tensor, groups: Tensor, base: Tensor) -> Iterator[Finding]:
         """What is done to one group, or to the groups' names, stays there."""
         first = groups == groups[0]
-        yield Relation(
-            "shift of one group", (rewards + SHIFT * first.float(), groups), base,
-            "A constant on one prompt's rewards moves advantages: they are normalised across prompts (declare "
-            'over="batch", or scaled_over="batch" or "mean", where that is intended), or the groups are cut '
-            "wrongly (tiled against interleaved).", changed=first,
-        )  # fmt: skip
-        yield Relation(
-            "other names of the groups", (rewards, groups + NAMES), base,
-            f"The same groups are called {NAMES}, {NAMES + 1}, … instead of 0, 1, …, and advantages change without an "
-            "error: a name is taken for a place or a number. Raise, or count the names that are there.",
-            keeps_values=True, refusable=True,
-        )  # fmt: skip
+        why = "A constant on one prompt's rewards moves advantages: groups are cut wrongly, or a mean or a spread is "
+        why += 'over all prompts. (By design: over="batch", or scaled_over="batch" or "mean".)'
+        yield self._gives("shift of one group", rewards + SHIFT * first.float(), groups, base, why, changed=first)
+        why = "Groups with other names have other advantages: a name is taken for a place. Raise, or count the names."
+        yield self._gives("other names of the groups", rewards, groups + NAMES, base, why)
         if self.groups < 2:
             return
-        yield Relation(
-            "group locality", (torch.where(first, self._others(rewards, first), rewards), groups), base[~first],
-            "Another prompt's rewards reach into this one's advantages. (Where one spread divides all of them by "
-            'design, declare scaled_over="batch".)', ~first, first[~first], keeps_values=True,
-        )  # fmt: skip
-        rest = groups[:-1] != groups[-1]
-        yield Relation(
-            "groups of unequal size", (rewards[:-1], groups[:-1]), base[:-1][rest],
-            "A row is missing in one group (filtered, for example), and other groups' advantages change: groups "
-            "are cut by place, and rows of two prompts are compared. Raise where groups are not full.",
-            rest, torch.zeros_like(rest[rest]), keeps_values=True, refusable=True,
-        )  # fmt: skip
+        other = torch.where(first, rewards * 3 - 1, rewards)
+        if self.values is not None:  # one more right answer: three rows or more still have a spread
+            low, high = self._ends()
+            other = rewards.index_fill(0, (first & (rewards == low)).nonzero()[0], high)
+        why = "Another prompt's rewards reach into this one's advantages. (By design: declare scaled_over=\"batch\".)"
+        yield self._gives("group locality", other, groups, base, why, ~first, first)
+        last = groups[:-1] == groups[-1]
+        why = "With a row missing, other groups' advantages change: they are cut by place. Raise where one is not full."
+        yield self._gives("groups of unequal size", rewards[:-1], groups[:-1], base[:-1], why, ~last, last)
 
-    def _centred(self, groups: Tensor, base: Tensor, room: float) -> Finding:
+    def _centred(self, groups: Tensor, base: Tensor) -> Finding:
         if self.scaled_over == "row" or self.baseline == "other":
             return self.not_applicable("sum over a group", "each row has its own divisor, or the baseline is no mean")
         sums = max(abs(float(base[groups == g].sum())) for g in range(self.groups))
-        near = room * float(base.abs().max()) * self.size
-        return self.finding(
-            "sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near,
-            "Advantages of a group do not cancel: the baseline is not the group's mean. (Where another one is "
-            'intended, such as a median, declare baseline="other".)',
-        )  # fmt: skip
+        near = self._room * self._usual * self.size
+        why = 'Advantages of a group do not cancel: the baseline is not its mean. (A median: declare baseline="other".)'
+        return self.finding("sum over a group", f"{sums:.2g}", f"0, up to {near:.1g}", sums <= near, why)
 
     def _draw(self, groups: Tensor, rng: torch.Generator) -> Tensor:
-        """Of the declared values, or normal. A group of declared ones keeps a spread when it loses any row, if its size
-        allows: the smallest and the largest value twice each."""
+        """Normal, or of the declared values: the smallest and the largest twice in each group, which keeps a spread."""
         if self.values is None:
             return (torch.rand if self.scaled_over == "mean" else torch.randn)(len(groups), generator=rng)
         low, high, values = *self._ends(), torch.tensor(list(map(float, self.values)))
@@ -207,18 +171,8 @@ class AdvantageEstimator(Subject, name="advantages"):
         """Any; where rows stand by place, whole groups change places, and rows within them."""
         if self.interleaved:
             return torch.randperm(self.groups * self.size, generator=rng)
-        rows = [torch.randperm(self.size, generator=rng) for _ in range(self.groups)]
-        return torch.cat([rows[g] + g * self.size for g in torch.randperm(self.groups, generator=rng).tolist()])
-
-    def _others(self, rewards: Tensor, first: Tensor) -> Tensor:
-        """Other rewards for one group; of declared values, one right answer becomes wrong, or the other way round."""
-        if self.values is None:
-            return rewards * 3 - 1
-        (low, high), changed = self._ends(), rewards.clone()
-        several = int((first & (rewards == high)).sum()) > 1
-        old, new = (high, low) if several else (low, high)
-        changed[(first & (rewards == old)).nonzero()[:1]] = new
-        return changed
+        groups = torch.randperm(self.groups, generator=rng).tolist()
+        return torch.cat([torch.randperm(self.size, generator=rng) + g * self.size for g in groups])
 
     def _alike(self, found: Tensor, base: Tensor, changed: Tensor) -> Tensor:
         """Where one number divides the whole batch, another batch may have another one: a factor above 0 is allowed.
@@ -230,42 +184,37 @@ class AdvantageEstimator(Subject, name="advantages"):
         factor = float(mine.dot(theirs)) / max(float(theirs.dot(theirs)), 1e-30)
         return torch.where(free & (factor > 0), found * factor, found)
 
-    def _equal(self, scale: float) -> Finding:
+    def _equal(self) -> Finding:
         """Equal rewards, in group sizes and values whose mean is rounded: there rounding is divided by rounding."""
-        subject, room = "equal rewards", NOISE * scale
+        subject, room = "equal rewards", NOISE * self._usual
         sizes = [(self.size, 0.7), *EQUAL]
         cases = [(n, float(v)) for n, _ in sizes for v in self.values or EXACT]
-        found = {case: self._at_equal(*case) for case in cases + (sizes if self.values is None else [])}
-        found = {case: largest for case, largest in found.items() if largest >= 0}
+        tried = {case: self._at_equal(*case) for case in cases + (sizes if self.values is None else [])}
+        found = {case: largest for case, largest in tried.items() if largest is not None}
         if not found:
             return self.not_applicable(subject, "one group alone is refused")
         rounds = [c for c, x in found.items() if self.values is None and c[1] not in EXACT and math.isfinite(x)]
         (size, value), worst = max(((c, x) for c, x in found.items() if c not in rounds), key=lambda case: case[1])
         rounded = max((found[case] for case in rounds), default=0.0)
         if worst <= room < rounded:  # right for rewards of 0 and 1, which is what most graders give
-            return self.finding(
-                subject, f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)", "0", "not declared",
-                "Where rewards are such numbers, a group without a signal is trained on its rounding: add 1e-6 or more "
-                "to the spread. Declare values=(…) with those that occur, and they are checked.",
-            )  # fmt: skip
-        return self.finding(
-            subject, f"largest {worst:.2g} for {size} rewards of {value:g}", f"0, up to {room:.1g}", worst <= room,
-            "All answers are worth the same, and advantages are as large as real ones (or not finite): the rounding of "
-            "a mean is divided by the rounding of a spread. Add 1e-6 or more to the spread, or set such groups to 0.",
-        )  # fmt: skip
+            why = "Equal rewards that round are trained on: add 1e-6 to the spread, or declare values=(…) that occur."
+            measured = f"0 for 0 and 1, but up to {rounded:.2g} for values that round (0.7)"
+            return self.finding(subject, measured, "0", "not declared", why)
+        why = "Equal answers get advantages, rounding over rounding. Add 1e-6 to the spread, or set such groups to 0."
+        measured = f"largest {worst:.2g} for {size} rewards of {value:g}"
+        return self.finding(subject, measured, f"0, up to {room:.1g}", worst <= room, why)
 
-    def _at_equal(self, size: int, value: float) -> float:
-        """The largest advantage in a group of equal rewards; -1 where groups of this size are refused."""
+    def _at_equal(self, size: int, value: float) -> float | None:
+        """The largest advantage in a group of equal rewards; None where groups of this size are refused."""
         rewards, groups = torch.full((size,), value), torch.zeros(size, dtype=torch.long)
         if self.over == "group" and self.scaled_over == "batch":  # so that the batch has a spread
             other = value + 1 if self.values is None else next(v for v in self._ends() if v != value)
             spread = torch.where(torch.arange(size) % 2 == 0, value, other)
             rewards, groups = torch.cat([rewards, spread]), torch.arange(2 * size) // size
         try:
-            found = self._run(rewards, groups)[:size]
+            return _largest(self._run(rewards, groups)[:size])
         except Exception:
-            return -1.0
-        return float(found.abs().max()) if bool(torch.isfinite(found).all()) else math.inf
+            return None
 
     def _one_of_many(self, rewards: Tensor, groups: Tensor) -> Iterator[Finding]:
         """One right answer among wrong ones: of n numbers none is further than √n standard deviations from the mean,
@@ -274,33 +223,26 @@ class AdvantageEstimator(Subject, name="advantages"):
         one = torch.full_like(rewards, low)
         for g in groups.unique():
             one[(groups == g).nonzero()[0]] = high
-        raw = self._raw(one, groups)
-        given, right, bound = raw.float(), one == high, 2.0 * len(groups) * max(1.0, high - low)
-        finite = bool(torch.isfinite(given).all())
-        found = largest = float(given.abs().max()) if finite else math.inf
+        given, right, bound = self._run(one, groups), one == high, 2.0 * len(groups) * max(1.0, high - low)
+        found = largest = _largest(given)
         if self.values is None:  # one wrong answer among rewards whose squares are rounded
-            largest = max(found, float(self._run(torch.where(right, 0.0, ROUNDS), groups).abs().max()))
-        why = "One different answer gets an unbounded advantage: it is divided by the others' spread, which is 0 or "
-        why += "the rounding of a difference of squares."
+            largest = max(found, _largest(self._run(torch.where(right, 0.0, ROUNDS), groups)))
+        why = "One different answer gets an unbounded advantage: the others' spread, 0 or rounding, divides it."
         subject = "one right answer among wrong ones"
         yield self.finding(subject, f"largest {largest:.3g}", f"≤ {bound:g}", largest <= bound, why)
-        if not finite or bool(right.all()):  # groups of one
+        if math.isinf(found) or bool(right.all()):  # groups of one
             return
         subject = "the right answer stands above the wrong ones"
         if found == 0:
             why = "One right answer has a zero gradient here: legitimate where such groups are left out by design."
             yield self.not_applicable(subject, "every advantage is 0", why)
             return
-        worst, best, room = float(given[right].min()), float(given[~right].max()), self._room(one, groups, raw) * found
-        yield self.finding(
-            subject, f"right {worst:.3g}, wrong up to {best:.3g}",
-            f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong",
-            worst >= -room and best <= room and worst > best,
-            "The only right answer of a group is pushed down, or wrong ones are pushed up: a sign, an absolute value, "
-            "or a baseline that lies outside of the rewards.",
-        )  # fmt: skip
+        worst, best, room = float(given[right].min()), float(given[~right].max()), self._rounded(one, groups) * found
+        measured, holds = f"right {worst:.3g}, wrong up to {best:.3g}", worst >= -room and best <= room and worst > best
+        why = "The only right answer is pushed down, or wrong ones up: a sign, an absolute value, or a wrong baseline."
+        yield self.finding(subject, measured, f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong", holds, why)
 
-    def _missing(self, rewards: Tensor, groups: Tensor, scale: float, room: float) -> Finding:
+    def _missing(self, rewards: Tensor, groups: Tensor) -> Finding:
         """A reward that could not be computed (a grader that failed, an answer that was cut) is no reward of 0."""
         subject, expected = "a missing (NaN) reward", "an error, NaN, or a group without that row, or without any"
         if self.values is not None:
@@ -316,28 +258,24 @@ class AdvantageEstimator(Subject, name="advantages"):
         try:
             without = self._run(rewards[1:], groups[1:])[reach[1:]]
         except Exception as error:  # an estimator of groups of one size cannot be checked
-            return self.not_applicable(subject, f"cannot be left out ({type(error).__name__})")
-        if not bool(torch.isfinite(without).all()):  # what is left of the group has no spread
+            return self.refused(subject, error, "cannot be left out")
+        if math.isinf(_largest(without)):  # what is left of the group has no spread
             return self.not_applicable(subject, "the rest of its group has no advantages")
-        off = float((found - without).abs().max()) / max(scale, 1e-12)
-        return self.finding(
-            subject, f"the others are off by {off:.2g}", expected, off <= room,
-            "A missing reward becomes a number without an error, and the other answers are compared with it: leave the "
-            "row out of its group's statistics, or raise.",
-        )  # fmt: skip
+        off = self._off(found, without)
+        why = "A missing reward becomes a number, and other answers are compared with it: leave its row out, or raise."
+        return self.finding(subject, f"the others are off by {off:.2g}", expected, off <= self._room, why)
 
     def _run(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return self._raw(rewards, groups).float()
+        return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().reshape(-1).float()
 
-    def _raw(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        """As the estimator gives it, in its own dtype."""
-        return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().reshape(-1)
-
-    def _room(self, rewards: Tensor, groups: Tensor, given: Tensor) -> float:
-        """Rounding of the largest shifted reward, in the dtype of what is ``given`` back, over the smallest spread that
-        a group (or the batch) divides by, and the usual constant in that division's denominator."""
+    def _rounded(self, rewards: Tensor, groups: Tensor) -> float:
+        """Rounding of the largest shifted reward over the smallest spread that a group (or the batch) divides by, and
+        the usual constant in that division's denominator."""
         parts = [rewards[groups == g] for g in groups.unique()] if self.over == "group" else [rewards]
         spread = min((float(p.std()) for p in parts if len(p) > 1), default=1.0)
-        # 16 bits: a few units in the last place; more would let anything pass.
-        unit = rounding(rewards) if given.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(given.dtype).eps
-        return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
+        return (self._unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
+
+
+def _largest(advantages: Tensor) -> float:
+    """The largest size; infinite where one is not finite."""
+    return float(advantages.abs().max()) if bool(torch.isfinite(advantages).all()) else math.inf

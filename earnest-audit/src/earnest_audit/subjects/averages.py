@@ -19,13 +19,9 @@ USUAL = 1e-3  # what a decay of 0.999 leaves
 WARM = 2000  # updates after which every usual warm-up of a decay is over at SMALL
 MOST = 4096  # calls, however small a rate is
 OFF = "{} of the way off"
-RATES = ("lr", "learning_rate", "step_size", "eta")
+RATES = ("_lr", "_learning_rate", "_step_size", "_eta")
 THOUSANDTH = 2.0**-10  # of a weight: nothing in bf16, and 8000 units in the last place of fp32
 STILL = 1e-30  # a momentum of nothing, for optimizers that refuse 0 (Nesterov's)
-LANDS = (
-    "It does not: the pseudo-gradient has the wrong sign, or mixing is off. A momentum or a learning rate that the "
-    "step has inside is to be a setting (momentum=…, lr=…)."
-)
 Average = Callable[[Tensor, Tensor, float], Tensor | None]
 
 
@@ -37,17 +33,15 @@ class Ema(Subject, name="moving average"):
     update(average, current, rate) = average + rate·(current - average)
 
     Needs: ``update(average, current, rate)`` changes ``average`` in place, or returns the new one. ``rate`` is the
-    weight of the current weights: where the code has a decay, hand it 1 - rate. A decay that warms up with the number
-    of updates is recognised by its own behaviour; an ``update`` with such a count is an object that can be deep-copied.
-    ``dtype`` is what the average and the current weights are kept in, and passed in. The field ``rate`` is that of the
-    run: in 16 bits an average at a small rate stays constant, so whether this one's updates add up is checked.
+    weight of the current weights: where the code has a decay, hand it 1 - rate. An ``update`` that counts its calls (a
+    decay that warms up) is an object that can be deep-copied. ``dtype`` is that of the average and the current weights.
+    The field ``rate`` is that of the run, whose updates have to add up: in 16 bits a small one is rounded away.
     ``every``: only each such call moves the average, from the first one on; it moves by ``rate``, or by what a rate for
     each of the calls comes to, 1 - (1 - rate)ᵉᵛᵉʳʸ.
     How: Random weights at three rates, then 1/rate moves (4096 calls at most), which must bring the average at least
     half as far as they should. The tolerance is rounding in the dtype.
     Exceptions: A decay that warms up is judged after 2000 updates, where rate 0 may still move it a little.
-    Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), averages in bf16 at a
-    decay of 0.999
+    Detects: TRL #4935 (rate and decay swapped), diffusers #1864 (a decay that overwrites itself), 0.999 in bf16
     """
 
     update: Average
@@ -59,23 +53,21 @@ class Ema(Subject, name="moving average"):
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(0)
         old, new = (torch.randn(self.size, generator=rng).to(self.dtype) for _ in range(2))
-        rows = list(self._rows(self.update, old, new))
         warmed, _ = self._run(self.update, old, new, SMALL, WARM)
-        later = list(self._rows(warmed, old, new, warm=True))
+        rows, later = list(self._rows(self.update, old, new)), list(self._rows(warmed, old, new, warm=True))
         fails = [any(f.outcome == "fails" for f in found) for found in (rows, later)]
         yield from later if fails == [True, False] else rows
         update, why = copied(self.update), "An update of the average writes into the weights that are trained."
         yield self.untouched(lambda current: update(old.clone(), current, SMALL), {"current weights": new}, why)[1]
         # Two updates at one rate leave (1 - rate)² of the way; a decay that warms up does so later.
         off = min(self._off(update, old, new, SMALL, moves=2) for update in (self.update, warmed))
-        other = "The second update is not like the first: it changes its own rate, or keeps something of the first."
-        yield self.agrees(f"rate {SMALL:g}, a second time", off, 2 * rounding(old), other, OFF)
+        why = "The second update is not like the first: it changes its own rate, or keeps something of the first."
+        yield self.agrees(f"rate {SMALL:g}, a second time", off, 2 * rounding(old), why, OFF)
         yield self._adds_up(old, new)
 
     def _rows(self, update: Average, old: Tensor, new: Tensor, warm: bool = False) -> Iterator[Finding]:
         """``warm``: the update has been made many times. A warm-up holds the rate above 0 for ever, and ever less."""
-        why = "The average is not average + rate·(current - average): rate and decay are swapped, the result is "
-        why += "discarded, or the two weights do not add to 1."
+        why = "Rate and decay are swapped, the result is discarded, or the two weights do not add to 1."
         for rate in (0.0, 1.0, SMALL):
             off = self._off(update, old, new, rate)
             room, after = SMALL if warm and rate == 0 else rounding(old), f", after {WARM} updates" if warm else ""
@@ -97,11 +89,9 @@ class Ema(Subject, name="moving average"):
         way = (new - old).double()
         share = float(((average - old).double() * way).sum() / (way * way).sum())
         wanted = 0.5 * (1 - (1 - rate) ** math.ceil(calls / self.every))
-        return self.finding(
-            f"many updates at rate {rate:g}", f"{share:.2g} of the way after {calls}", f"≥ {wanted:.2g}",
-            share >= wanted,
-            f"Updates at this rate are rounded away in {self.dtype}: the average stays constant. Keep it in fp32.",
-        )  # fmt: skip
+        subject, measured = f"many updates at rate {rate:g}", f"{share:.2g} of the way after {calls}"
+        why = f"Updates at this rate are rounded away in {self.dtype}: the average stays constant. Keep it in fp32."
+        return self.finding(subject, measured, f"≥ {wanted:.2g}", share >= wanted, why)
 
     @staticmethod
     def _run(update: Average, old: Tensor, new: Tensor, rate: float, calls: int = 1) -> tuple[Average, Tensor]:
@@ -125,10 +115,9 @@ class OuterStep(Subject, name="outer step"):
     settings                 matter; a momentum carries over from the round before
 
     Needs: ``step(start, locals, **settings)`` -> new global weights of a local-SGD round with outer SGD. ``knobs`` are
-    those of the run: where replicas have to land on their mean, momentum is set to 0 and a learning rate to 1, by name,
-    and others to their values in ``plain``, at which they do nothing (a decay of 0, a bound of 1e9). ``precision`` is
-    what replicas send or the step gives back, where that is coarser than the weights, which are fp32. A ``step`` with a
-    memory (momentum) is an object that can be deep-copied: every round of the audit begins from a copy.
+    the settings of the run; for the mean, momentum is set to 0 and a learning rate to 1, by name, and others to their
+    values in ``plain``, at which they do nothing (a decay of 0, a bound of 1e9). ``precision`` is what replicas send or
+    the step returns, where that is coarser than fp32. A ``step`` with a memory (momentum) can be deep-copied.
     How: Random weights in fp32; settings are tried over two rounds. The tolerance is rounding of the largest weight: in
     16 bits four units. Small moves are then not checked.
     Exceptions: A momentum inside the step must be a setting; without Nesterov it acts from the second round on.
@@ -164,34 +153,32 @@ class OuterStep(Subject, name="outer step"):
         momenta = [k for k in self.knobs if _is_momentum(k)]
         plain = {**self.knobs, **{k: 1.0 for k in self.knobs if _is_rate(k)}, **self.plain}
         acting = [k for k, v in self.knobs.items() if v and not (k in momenta or _is_rate(k) or k in self.plain)]
-        subject, refused = "replicas, outer lr 1", ""
+        subject = "replicas, outer lr 1"
         for still in (0.0, STILL):
             try:
                 rows = list(self._landings(start, one, two, {**plain, **dict.fromkeys(momenta, still)}))
+                break
             except Exception as error:
                 refused = type(error).__name__
-                continue
-            if acting and any(row.outcome == "fails" for row in rows):
-                why = f"Declare plain=… with the values of {', '.join(acting)} at which the step is a plain mean."
-                yield self.not_applicable(subject, f"not their mean, with {', '.join(acting)}", why)
-            else:
-                yield from rows
+        else:
+            why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
+            yield self.not_applicable(subject, f"raises {refused}", why)
             return
-        why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
-        yield self.not_applicable(subject, f"raises {refused}", why)
+        if acting and any(row.outcome == "fails" for row in rows):
+            why = f"Declare plain=… with the values of {', '.join(acting)} at which the step is a plain mean."
+            yield self.not_applicable(subject, f"not their mean, with {', '.join(acting)}", why)
+        else:
+            yield from rows
 
     def _landings(self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float]) -> Iterator[Finding]:
         unit = torch.finfo(self.precision or start.dtype).eps
         near = min(rounding(start, precision=self.precision), max(rounding(start), 4 * unit))
         room = near * max(float(t.abs().max()) for t in (start, one, two))
-        for subject, locals_, whose, meaning in (
-            ("one replica, outer lr 1", [one], "the local weights", f"A replica must end on its own weights. {LANDS}"),
-            ("two replicas, outer lr 1", [one, two], "their mean", "Two replicas do not end on their mean: one is left "
-             "out, or the average is not over members."),
-        ):  # fmt: skip
-            landed = self._rounds(start, [locals_], knobs)[-1]
-            off = float((landed - torch.stack(locals_).mean(0)).abs().max())
-            yield self.agrees(subject, off, room, meaning, f"lands {{}} from {whose}")
+        why = "Replicas do not end on their mean: a pseudo-gradient with the wrong sign, or one replica is left out. A "
+        why += "momentum or a learning rate inside the step has to be a setting (momentum=…, lr=…)."
+        for many, locals_ in (("one replica", [one]), ("two replicas", [one, two])):
+            off = largest(gap(self._rounds(start, [locals_], knobs)[-1], torch.stack(locals_).mean(0)))
+            yield self.agrees(f"{many}, outer lr 1", off, room, why, "lands {} from their mean")
         # A backup of an earlier round cancels at learning rate 1.
         half = {**knobs, **{k: 0.5 for k in knobs if _is_rate(k) and k not in self.plain}}
         a, b = self._rounds(start, [[one], [two]], half)
@@ -206,16 +193,11 @@ class OuterStep(Subject, name="outer step"):
             moved = start * (1 + THOUSANDTH * one.sign())
             landed = self._rounds(start, [[moved]], knobs)[-1]
             off = float(((landed - moved) / (THOUSANDTH * start)).abs().max())
-            yield self.agrees(
-                "a small move", off, rounding(start) / THOUSANDTH,
-                "A move of a thousandth of a weight is lost: the global weights, or what is sent, are kept in 16 "
-                "bits, where it is rounded away. (Where that is intended, declare precision=…)",
-                "off by {} of it",
-            )  # fmt: skip
+            why = "A move of a thousandth of a weight is rounded away in 16 bits. (Intended: declare precision=…)"
+            yield self.agrees("a small move", off, rounding(start) / THOUSANDTH, why, "off by {} of it")
 
     def _remembers(self, knob: str, start: Tensor, one: Tensor, two: Tensor) -> Iterator[Finding]:
-        """A momentum that takes the first step further than without it (Nesterov's) has a memory; what only shortens
-        steps may be an average of weights, which has none."""
+        """A momentum that takes the first step further (Nesterov's) has a memory; an average of weights has none."""
         try:
             first = self._rounds(start, [[one]], {**self.knobs, knob: STILL})[-1]
         except Exception:
@@ -224,11 +206,9 @@ class OuterStep(Subject, name="outer step"):
         if float((landed - start).norm()) <= float((first - start).norm()) * (1 + rounding(start)):
             return
         forgot = torch.equal(second, self._rounds(landed, [[two]], self.knobs)[-1])
-        yield self.finding(
-            f"{knob} remembers", "the second round is a first one" if forgot else "the second is none",
-            "the first round is in the second", not forgot,
-            f"{knob} takes a step further and keeps nothing of it: its memory is made anew every round.",
-        )  # fmt: skip
+        measured = f"the second round is {'' if forgot else 'not '}like a first one"
+        why = f"{knob} takes a step further and keeps nothing of it: its memory is made anew every round."
+        yield self.finding(f"{knob} remembers", measured, "the first round is in the second", not forgot, why)
 
     def _rounds(self, start: Tensor, ends: Sequence[Sequence[Tensor]], knobs: Mapping[str, float]) -> list[Tensor]:
         """The global weights after each round, by a step without a past."""
@@ -244,8 +224,7 @@ def _is_momentum(knob: str) -> bool:
 
 
 def _is_rate(knob: str) -> bool:
-    name = knob.lower()
-    return "inner" not in name and any(name == r or name.endswith(f"_{r}") for r in RATES)
+    return "inner" not in knob.lower() and f"_{knob.lower()}".endswith(RATES)
 
 
 @dataclass
@@ -257,8 +236,7 @@ class Unbiased(Subject, name="thinning"):
     Needs: ``fn(x, setting)`` thins or rounds x at random; its mean over many draws is x at every setting.
     How: Many draws of numbers that 16 bits cannot hold; within six standard errors.
     Exceptions: Six standard errors of 22 numbers: one false alarm in about twenty million audits.
-    Detects: PEFT #3152 (DARE's rescaling is computed and discarded), OneTrainer #994 (stochastic rounding that
-    truncates)
+    Detects: PEFT #3152 (DARE's rescaling is discarded), OneTrainer #994 (stochastic rounding that truncates)
     """
 
     fn: Callable[[Tensor, float], Tensor]
@@ -275,8 +253,5 @@ class Unbiased(Subject, name="thinning"):
             # Rounding to nearest, where the result has fewer bits than the input, is no bias of the draw.
             grain = torch.finfo(drawn[0].dtype).eps / 2 if drawn[0].is_floating_point() else 0.0
             off = float(((mean - x).abs() / (6 * spread + x.abs() * grain + 1e-6)).max())
-            yield self.agrees(
-                f"mean at {setting}", off, 1.0,
-                "The mean is not the input: survivors are not rescaled (a result that is discarded?), or a stochastic "
-                "rounding has no noise and truncates.", "{} × six standard errors from the input",
-            )  # fmt: skip
+            why = "The mean is not the input: survivors are not rescaled, or a stochastic rounding truncates."
+            yield self.agrees(f"mean at {setting}", off, 1.0, why, "{} × six standard errors from the input")

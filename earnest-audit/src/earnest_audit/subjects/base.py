@@ -25,10 +25,8 @@ T = TypeVar("T")
 
 class Subject(Reporter):
     """Its docstring is the page of its law and begins with the law's code. ``check`` yields findings and restores what
-    it changed itself. What the caller's own functions change (a perturbation, a run), only they can restore.
-
-    Declarations are compared with the fields' types when the subject is made, what a declared function returns when it
-    is called; what does not fit raises a ``SubjectError``."""
+    it changed itself; what the caller's own functions change, only they can restore. A ``SubjectError`` is raised where
+    a declaration, or what a declared function returns, is not of the field's type."""
 
     law: ClassVar[Law]
 
@@ -77,8 +75,7 @@ class Subject(Reporter):
     def setting_matters(
         self, name: str, value: float, others: Sequence[float], run: Callable[..., Any], why: str
     ) -> Finding:
-        """Some other value of a setting gives another result of ``run(**{name: value})``; values that are not allowed
-        are passed over."""
+        """Some other value of a setting gives another result of ``run(**{name: value})``; others may be refused."""
         subject, usual, tried = f"setting {name}", run(**{name: value}), 0
         for other in others:
             with suppress(Exception):
@@ -108,8 +105,7 @@ def gap(a: Tensor, b: Tensor) -> Tensor:
 
 
 def equal(a: Any, b: Any, within: tuple[int, ...] = ()) -> bool:
-    """Whether two values, or two containers or objects of them at any depth, are the same; NaN equals itself. What
-    cannot be compared is taken to be the same."""
+    """Whether two values are the same, containers and objects at any depth. NaN, and what has no ==, equals itself."""
     if a is b or id(a) in within or type(a) is not type(b):
         return a is b or id(a) in within
     if isinstance(a, Tensor | np.ndarray):
@@ -134,8 +130,7 @@ def copied(call: T) -> T:
 
 
 def outputs(call: Callable[..., Tensor], *given: Any, model: nn.Module | None = None) -> Tensor:
-    """What is called may train. Dropout is off in the model, in modules that are given, and in those that an object
-    that is given has."""
+    """What a call that may train returns. Dropout is off in ``model`` and in modules that are given or part of that."""
     reached = [model, *given, *(part for x in given for part in getattr(x, "__dict__", {}).values())]
     with ExitStack() as stack, torch.enable_grad():
         for module in (m for m in reached if isinstance(m, nn.Module)):

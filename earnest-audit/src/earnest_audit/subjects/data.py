@@ -23,6 +23,7 @@ from earnest_audit.subjects.base import Subject, copied, equal, gap, largest
 from earnest_audit.verdict import Finding
 
 Messages = Sequence[Mapping[str, Any]]
+Stage = Callable[[list[Any]], Mapping[str, Any]]
 MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not have: no number is equal to it
 
 
@@ -30,10 +31,8 @@ MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not h
 class Collator(Subject, name="collator"):
     """DATA: A collator, or a data stage, treats each example by itself, in order, and leaves its inputs alone.
 
-    order        permuted examples give permuted rows
+    order        permuted examples give permuted rows, in every column
     purity       a row does not depend on the other examples, up to the padding
-    alignment    all columns of a row come from the same example
-    inputs       are not written into
     again        the same examples give the same batch
     rows         there is a row for each example
     documents    a packed batch has one document per example, and it is what the example gives alone
@@ -42,20 +41,19 @@ class Collator(Subject, name="collator"):
 
     Needs: ``fn(examples)`` -> a dict of tensors [B, …] (a stage that returns rows: stack them); ``pads`` is column ->
     padding value: trailing and leading entries of that value are not compared. ``unpack(batch)`` cuts a packed batch
-    into its documents, each a dict of columns. ``targets(example)`` are the supervised labels of an example, in order;
-    they are in its row (its document, with unpack) of the column ``labels``, where others have ``ignore``. ``columns``
-    is column -> fn(example), what its row (its document) has to be, padding aside. ``keeps(example)``: whether a filter
-    keeps this example; the rest is then about the kept ones.
-    How: The examples are collated as they are, again, in another order, and each alone; real entries are compared,
-    floats up to rounding. All calls but the second begin from a deep copy of ``fn`` that was never called.
+    into its documents, each a dict of columns. ``targets(example)`` are the supervised labels of an example, in order,
+    in the column ``labels``, where others have ``ignore``. ``columns`` is column -> fn(example), what the example's row
+    or document has to be. ``keeps(example)``: whether a filter keeps it; the rest is then about the kept ones.
+    How: The examples are collated as they are, again, in another order, and each alone; floats are compared up to
+    rounding. All calls but the second begin from a deep copy of ``fn`` that was never called.
     Exceptions: Stages that pack, sample, remove duplicates or draw for each row mix examples by design: rows=False
     leaves the inputs, the repetition and, with unpack, the documents, targets and columns.
-    Detects: labels of the neighbouring row, a column that is sorted by length alone, a collator that appends an end
-    token to the caller's own list, truncation that depends on the batch, TRL #5075, LLaMA-Factory #10283 and torchtitan
-    #3130 (packed documents), torchtitan #2755 (a mask that is one token too long), a cache with too short a key
+    Detects: labels of the neighbouring row, a column that is sorted alone, an end token in the caller's own list,
+    truncation that depends on the batch, TRL #5075, LLaMA-Factory #10283 and torchtitan #3130 (packed documents),
+    torchtitan #2755 (a mask that is one token too long), a cache with too short a key
     """
 
-    fn: Callable[[list[Any]], Mapping[str, Any]]
+    fn: Stage
     examples: Sequence[Any]
     pads: Mapping[str, float] = field(default_factory=dict)
     rows: bool = True
@@ -78,7 +76,7 @@ class Collator(Subject, name="collator"):
             if (hint := nearest(unknown, set(batch) - set(self.pads))).startswith("did"):
                 raise self.error("pads", f"the batch has no column {unknown!r}, {hint}")
         differ = [k for k in batch if k not in again or _off(again[k], batch[k]) > 0]
-        more = ": the same examples and seed give another batch: a state from the last call is still there."
+        more = ": the same examples and seed give another batch: a state of the last call is left."
         yield self.none("the same examples again", differ, f"{len(differ)} of {len(batch)} columns differ", more)
         kept = [example for example in self.examples if self.keeps is None or self.keeps(example)]
         apart = self.rows or self.unpack is not None
@@ -100,38 +98,35 @@ class Collator(Subject, name="collator"):
             yield self.finding("rows", measured, "a row per example", False if lost else "not applicable", why)
             return
         turned = self._run(list(self.examples)[::-1])  # not a rotation, which a shift by one row would survive
-        for subject, rows, meaning in (
-            ("permuted examples", {k: [*turned.get(k, [])][::-1] for k in columns},
-             "permuted examples do not give permuted rows, so columns of one row come from different examples."),
-            ("each example alone", {k: [row for _, one in alone for row in one.get(k, [])[:1]] for k in columns},
-             "an example gives another row alone, padding aside: a statistic of the batch, or another one is in it."),
-        ):  # fmt: skip
-            pairs = {k: zip_longest(rows[k], batch[k], fillvalue=MISSING) for k in columns}
-            off = {k: max(_off(self._real(k, a), self._real(k, b)) for a, b in pairs[k]) for k in columns}
-            wrong = [k for k in columns if off[k] > rounding(batch[k])]
-            if wrong and all(k not in self.pads and _shorter(rows[k], batch[k]) for k in wrong):
-                yield self.not_declared(subject, f"pads={{column: its padding value}}, for {', '.join(wrong)},")
-                continue
-            floats = max((by for by in off.values() if 0 < by < math.inf), default=0.0)
-            by = f", floats by up to {floats:.2g}" if floats else ""
-            yield self.none(subject, wrong, f"{len(wrong)} of {len(columns)} columns differ{by}", f": {meaning}")
+        rows = {k: [*turned.get(k, [])][::-1] for k in columns}
+        more = ": permuted examples do not give permuted rows, so columns of one row come from different examples."
+        yield self._same_rows("permuted examples", rows, batch, more)
+        rows = {k: [row for _, one in alone for row in one.get(k, [])[:1]] for k in columns}
+        more = ": an example gives another row alone: a statistic of the batch, or another example, is in it."
+        yield self._same_rows("each example alone", rows, batch, more)
+
+    def _same_rows(self, subject: str, rows: Mapping[str, list[Tensor]], batch: Batch, more: str) -> Finding:
+        pairs = {k: zip_longest(rows[k], batch[k], fillvalue=MISSING) for k in rows}
+        off = {k: max(_off(self._real(k, a), self._real(k, b)) for a, b in pairs[k]) for k in rows}
+        wrong = [k for k in rows if off[k] > rounding(batch[k])]
+        if wrong and all(k not in self.pads and _shorter(rows[k], batch[k]) for k in wrong):
+            return self.not_declared(subject, f"pads={{column: its padding value}}, for {', '.join(wrong)},")
+        floats = max((by for by in off.values() if 0 < by < math.inf), default=0.0)
+        by = f", floats by up to {floats:.2g}" if floats else ""
+        return self.none(subject, wrong, f"{len(wrong)} of {len(rows)} columns differ{by}", more)
 
     def _documents(self, unpack: Callable[[Batch], Sequence[Batch]], alone: Sequence[tuple[Any, Batch]]) -> Finding:
         found = [_tensors(document) for document in unpack(self._run(self.examples))]
         each = [[_tensors(document) for document in unpack(one)] for _, one in alone]
         lost = sum(not any(_alike(document, other) for other in found) for own in each for document in own)
         one = len(found) == len(each) and all(len(own) == 1 for own in each)
-        return self.finding(
-            "documents", f"{len(found)} documents of {len(alone)} examples, {lost} of them not as they are alone",
-            "one per example, each as it is alone", one and lost == 0,
-            "A packed example is another document than it is alone: positions go on from the document before it, a "
-            "boundary is lost, or the rest of a long example is a document of its own.",
-        )  # fmt: skip
+        measured = f"{len(found)} documents of {len(alone)} examples, {lost} of them not as they are alone"
+        why = "A packed example is another document than alone: positions go on, a boundary is lost, or it is split."
+        return self.finding("documents", measured, "one per example, each as it is alone", one and lost == 0, why)
 
     def _declared(self, subject: str, column: str, batch: Batch, alone: Sequence[tuple[Any, Batch]], meaning: str,
                   wrong: Callable[[Tensor, Any], str]) -> Finding:  # fmt: skip
-        """``wrong``: what is wrong with this column of an example: its row, or its document, which "documents" finds in
-        the batch as it is alone."""
+        """``wrong``: what is wrong with this column of an example, in its row, or in its document alone."""
         found: Any = batch.get(column, MISSING.expand(len(alone)))
         if self.unpack is not None:
             parts = [{**one, **next(iter(self.unpack(one)), {})} for _, one in alone]
@@ -153,9 +148,7 @@ class Collator(Subject, name="collator"):
         differ = [f"{word} {', '.join(map(str, [*tokens.elements()][:3]))}" for word, tokens in odd.items() if tokens]
         return " and ".join(differ) or ("" if found == wanted else "has another order")
 
-    def _run(
-        self, examples: Sequence[Any], fn: Callable[[list[Any]], Mapping[str, Any]] | None = None
-    ) -> dict[str, Tensor]:
+    def _run(self, examples: Sequence[Any], fn: Stage | None = None) -> dict[str, Tensor]:
         with seeded(self.seed):
             return _tensors((fn or copied(self.fn))(copy.deepcopy(list(examples))))
 
@@ -181,13 +174,13 @@ def _shorter(rows: Sequence[Tensor], whole: Tensor) -> bool:
 
 
 def _alike(a: Mapping[str, Tensor], b: Mapping[str, Tensor]) -> bool:
-    """Whether two rows or documents are the same, floats up to rounding."""
+    """Whether two documents are the same, floats up to rounding."""
     return a.keys() == b.keys() and all(_off(a[k], b[k]) <= rounding(a[k], b[k]) for k in a)
 
 
 def _off(a: Tensor, b: Tensor) -> float:
-    """By how much two tensors differ, relative to an entry or, where that is less, to 1 or the largest; what both do
-    not have (NaN) is equal. Infinite for another shape, and for other whole numbers."""
+    """By how much two tensors differ, relative to an entry or, where that is less, to 1 or the largest; NaN is equal
+    to NaN. Infinite for another shape, and for other whole numbers."""
     b = b.to(a.device)
     if a.shape != b.shape or not (a.is_floating_point() or b.is_floating_point()):
         return 0.0 if a.shape == b.shape and bool((a == b).all()) else math.inf
@@ -204,18 +197,17 @@ class ChatTemplate(Subject, name="chat template"):
 
     prefix      prompt(messages up to an answer) is the beginning of tokens(messages)
     supervised  another text of the user or the system leaves the supervised tokens as they are; another answer does not
-    generated   what stands between the messages before an answer and the answer (a generation prompt) is not supervised
+    generated   what stands between the messages before an answer and its words (a generation prompt) is not supervised
     ends        the end that follows the words of every answer is supervised, and that of no other message
     untrained   answers that are declared not to be trained are not supervised, and neither are their ends
-    inputs      the messages are not written into
 
     Needs: ``tokens(messages)`` gives the ids that are trained on and which of them are supervised (1 or 0 each);
     ``prompt(messages)`` the ids that an answer is sampled from; ``end`` is the id that ends an answer. ``trained`` are
     the places in ``messages`` of the answers that are supervised, where that is not all of them.
     How: A conversation is rendered whole, up to each answer, and with one other text at a time.
     Exceptions: Templates that rewrite earlier turns (remove reasoning) are no prefix by design: prefix=False.
-    Warns: (an answer that has no end, where others have one) the next message's first token may be the end (GLM), so
-    that the last answer has none; a turn that calls a tool may have another end.
+    Warns: (an answer without an end, where others have one) the next message may begin with it (GLM); tool calls may
+    have another one.
     Detects: Megatron-Bridge #3359, marin #7237 and TRL #4201 (no generation marks: everything or nothing is
     supervised), a system prompt or an end of text on one side only, an end of turn that is masked
     """
@@ -232,20 +224,18 @@ class ChatTemplate(Subject, name="chat template"):
         why = "The template writes into the messages: the next use gets others."
         given, unchanged = self.untouched(self.tokens, {"messages": messages}, why)
         yield unchanged
-        ids = list(given[0])
+        ids, on = list(given[0]), [bool(each) for each in given[1]]
         answers, taught = [i for i, m in enumerate(messages) if m["role"] == "assistant"], self._taught(messages)
         share = f"{len(taught)} of {len(ids)} tokens"
         why = "Nothing is supervised, or everything is, the prompt included: the template marks no assistant span."
         yield self.finding("supervised share", share, "some, not all", 0 < len(taught) < len(ids), why)
         if self.prefix:
             yield from (self._begins(ids, i) for i in answers)
-            given_on = [bool(on) for on in given[1]]
-            supervised = [str(i) for i in answers if any(given_on[self._rendered(ids, i) : len(self._prompt(i))])]
+            supervised = [str(i) for i in answers if any(on[self._rendered(ids, i) : len(self._prompt(i))])]
             more = ": tokens between the last message and this answer are supervised, which the policy never samples."
             measured = f"{len(supervised)} of {len(answers)} are supervised"
             yield self.none("generation prompts", supervised, measured, more)
-        if self.trained is not None:
-            answers = [i for i in answers if i in self.trained]
+        answers = [i for i in answers if self.trained is None or i in self.trained]
         others = [i for i in range(len(messages)) if i not in answers]
         moved = [str(i) for i in others if any(self._taught(_other(messages, i, f)) != taught for f in (False, True))]
         more = ": other words of a user, the system or an answer that is not trained change what is supervised."
@@ -259,28 +249,27 @@ class ChatTemplate(Subject, name="chat template"):
         if self.end is None:
             yield self.not_declared("ends of answers", "end=…, the id that ends an answer,")
             return
-        ends, on = self._ends(messages), list(given[1])
-        end_unsupervised = [i for i in answers if i in ends and not on[ends[i][0]]]
-        others_supervised = [i for i in ends if i not in answers and any(on[place] for place in ends[i])]
-        without_end = [i for i in answers if i not in ends]
-        odd = ((end_unsupervised, "not of"), (others_supervised, "also of"), (without_end, "there is none of"))
-        problems = [f"{what} {', '.join(map(str, which))}" for which, what in odd if which]
-        number = f"{len(answers) - len(end_unsupervised) - len(without_end)} of {len(answers)} supervised"
+        ends = self._ends(messages)
+        off = [f"not of {i}" for i in answers if i in ends and not on[ends[i][0]]]
+        off += [f"also of {i}" for i in ends if i not in answers and any(on[place] for place in ends[i])]
+        without = [f"there is none of {i}" for i in answers if i not in ends]
+        right = sum(i in ends and on[ends[i][0]] for i in answers)
+        measured = "; ".join([f"{right} of {len(answers)} supervised", *off, *without])
         why = "An answer's end is not supervised, so the model does not learn to stop; or another message's end is."
-        nowhere = f"The id {self.end} is nowhere in the conversation: another one ends answers, or none."
-        why = why if self.end in ids else nowhere
-        row = self.finding("ends of answers", "; ".join([number, *problems]), "all, and no other", not problems, why)
-        if without_end and messages[-1]["role"] == "assistant":  # the next message may begin with the end
+        if self.end not in ids:
+            why = f"The id {self.end} is nowhere in the conversation: another one ends answers, or none."
+        row = self.finding("ends of answers", measured, "all, and no other", not off and not without, why)
+        if without and messages[-1]["role"] == "assistant":  # the next message may begin with the end
             ends |= self._ends([*messages, {"role": "user", "content": "7 x"}])
-        some = not (end_unsupervised or others_supervised) and any(i in ends for i in answers)
+        some = not off and any(i in ends for i in answers)
         yield self.law.doubtful(row) if some else row
 
     def _ends(self, messages: Messages) -> dict[int, list[int]]:
-        """The places of ends after a message's words, up to the last words of the next one; of messages with any. Where
-        its words end is seen when more are added."""
-        ids, stops = list(self.tokens(copy.deepcopy(list(messages)))[0]), []
+        """Message -> the places of ends after its words, up to the last words of the next one; none: no key. Where its
+        words end is seen when more are added."""
+        ids, stops = self._given(messages)[0], []
         for i in range(len(messages)):
-            other = list(self.tokens(_other(messages, i))[0])
+            other = self._given(_other(messages, i))[0]
             after = takewhile(lambda pair: pair[0] == pair[1], zip(ids[::-1], other[::-1], strict=False))
             stops += [(len(ids) - sum(1 for _ in after), i)] if other != ids else []
         parts = pairwise([*sorted(stops), (len(ids), -1)])
@@ -291,10 +280,9 @@ class ChatTemplate(Subject, name="chat template"):
         return list(self.prompt(copy.deepcopy(list(self.messages[:answer]))))
 
     def _rendered(self, ids: list[int], answer: int) -> int:
-        """Where the messages before this answer end, so that its generation prompt begins; after it where that is not
-        known."""
+        """Where the messages before this answer end and its generation prompt begins; the end if they are refused."""
         try:
-            before = list(self.tokens(copy.deepcopy(list(self.messages[:answer])))[0])
+            before = self._given(self.messages[:answer])[0]
         except Exception:
             return len(ids)
         return len(before) if ids[: len(before)] == before else len(ids)
@@ -302,42 +290,40 @@ class ChatTemplate(Subject, name="chat template"):
     def _begins(self, ids: list[int], answer: int) -> Finding:
         prompt = self._prompt(answer)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, ids, strict=False)))
-        return self.finding(
-            f"the prompt of message {answer}", f"{common} of its {len(prompt)} ids begin the conversation",
-            "all of them", common == len(prompt),
-            "Answers are sampled after another text than they are trained after: a system prompt, a generation "
-            "prompt or a space is on one side only.",
-        )  # fmt: skip
+        measured = f"{common} of its {len(prompt)} ids begin the conversation"
+        why = "Answers are sampled after another text: a system or generation prompt, or a space, is on one side only."
+        return self.finding(f"the prompt of message {answer}", measured, "all of them", common == len(prompt), why)
 
     def _without_history(self, first: int, taught: list[int]) -> Finding:
         """What is supervised where everything before the exchange of the first trained answer is left out."""
-        user_turns = [i for i in range(first) if self.messages[i]["role"] == "user"]
-        head = [m for m in self.messages[: user_turns[-1]] if m["role"] == "system"] if user_turns else []
-        alone = self._taught([*head, *self.messages[user_turns[-1] if user_turns else 0 :]])
+        start = max((i for i in range(first) if self.messages[i]["role"] == "user"), default=0)
+        alone = self._taught([*(m for m in self.messages[:start] if m["role"] == "system"), *self.messages[start:]])
         why = "Something in turns that are not trained is supervised, such as the end of an earlier answer."
         measured = f"{len(taught)} tokens are supervised, {len(alone)} without those turns"
         return self.finding("turns that are not trained", measured, "the same", alone == taught, why)
 
     def _taught(self, messages: Messages) -> list[int]:
         """The supervised tokens of a conversation."""
+        return [t for t, on in zip(*self._given(messages), strict=True) if on]
+
+    def _given(self, messages: Messages) -> tuple[list[int], list[int]]:
         ids, mask = self.tokens(copy.deepcopy(list(messages)))
-        return [t for t, on in zip(ids, mask, strict=True) if on]
+        return list(ids), list(mask)
 
 
 def _other(messages: Messages, changed: int, front: bool = False) -> list[Mapping[str, Any]]:
     """The messages, one with more words."""
     words = messages[changed]["content"]
     more = {"content": f"7 x {words}" if front else f"{words} 7 x"}
-    return copy.deepcopy([{**m, **more} if i == changed else m for i, m in enumerate(messages)])
+    return [{**m, **more} if i == changed else m for i, m in enumerate(messages)]
 
 
 @dataclass
 class Census(Subject, name="census"):
     """CENSUS: What exists is what was requested, no more and no less (adapted layers, loaded keys, logged names).
 
-    Needs: ``wanted`` and ``found`` are names; ``what`` names their kind. Two mappings of names to numbers (how many
-    rows a source has) are compared by their numbers too. ``once=True`` where no name may be found twice: shards, ranks,
-    parts that make up a whole.
+    Needs: ``wanted`` and ``found`` are names, or mappings of names to numbers (the rows of a source); ``what`` names
+    their kind. ``once=True`` where no name may be found twice: shards, parts that make up a whole.
     How: Both sets are compared, and their numbers where there are any: whole ones exactly, others up to 1e-5.
     Exceptions: Names that differ by a wrapper's prefix must be brought to one form first.
     Detects: a greedy pattern that reads an expert's index as the layer's; a target list that matches nothing
@@ -353,16 +339,14 @@ class Census(Subject, name="census"):
         wanted, found = set(self.wanted), set(listed)
         missing, extra = sorted(wanted - found), sorted(found - wanted)
         odd = ", ".join([*missing[:3], *(f"{name} (not requested)" for name in extra[:3])])
-        yield self.finding(
-            self.what, f"{len(missing)} missing, {len(extra)} not requested", "exactly what was requested",
-            not missing and not extra and bool(wanted), f"{odd}: a pattern, a filter or a cut takes another part.",
-        )  # fmt: skip
+        why = f"{odd}: a pattern, a filter or a cut takes another part."
+        measured, same = f"{len(missing)} missing, {len(extra)} not requested", bool(wanted) and wanted == found
+        yield self.finding(self.what, measured, "exactly what was requested", same, why)
         mine, theirs = _numbers(self.wanted), _numbers(self.found)
         if mine is not None and theirs is not None:
-            both = [n for n in mine if n in theirs]
-            room = {n: 1e-5 if mine[n] % 1 or theirs[n] % 1 else 0.0 for n in both}
-            far = (n for n in both if not math.isclose(mine[n], theirs[n], rel_tol=room[n]))
-            off = [f"{n} is {theirs[n]}, not {mine[n]}" for n in far]
+            both = {n: (mine[n], theirs[n]) for n in mine if n in theirs}
+            room = {n: 1e-5 if a % 1 or b % 1 else 0.0 for n, (a, b) in both.items()}
+            off = [f"{n} is {b}, not {a}" for n, (a, b) in both.items() if not math.isclose(a, b, rel_tol=room[n])]
             more = ": something is lost, counted twice, or another's."
             yield self.none(f"{self.what}, how many", off, f"{len(off)} of {len(both)} differ", more)
         if self.once:
@@ -384,12 +368,10 @@ class Grader(Subject, name="grader"):
     again     the same answer is worth the same a second time, and after other answers
     finite    every reward is a finite number
 
-    Needs: ``grade(answer)`` is the reward of an answer to one question, of which ``right`` and ``wrong`` are examples.
-    ``question``: its text, which is no answer.
+    Needs: ``grade(answer)`` is the reward of an answer to one ``question``; ``right`` and ``wrong`` are examples.
     How: All answers are graded, then again in reverse order.
     Exceptions: A grader that is random by design (a sampled judge) declares repeatable=False.
-    Detects: an empty answer that earns a format reward, substring matches (the question repeats the answer), state
-    between calls, NaN for an answer that cannot be parsed
+    Detects: an empty answer with a format reward, substring matches, state between calls, NaN for what is not parsed
     """
 
     grade: Callable[[str], float]
@@ -399,7 +381,7 @@ class Grader(Subject, name="grader"):
     repeatable: bool = True
 
     def check(self) -> Iterator[Finding]:
-        nothing = ["", "   ", *([self.question] if self.question is not None else [])]
+        nothing = ["", "   "] if self.question is None else ["", "   ", self.question]
         answers = [*self.right, *self.wrong, *nothing]
         found = {a: float(self.grade(a)) for a in answers}
         odd = [repr(a) for a in answers if not math.isfinite(found[a])]

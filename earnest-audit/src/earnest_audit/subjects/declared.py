@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from numbers import Real
 from types import NoneType, UnionType
@@ -60,12 +61,10 @@ def fits(value: Any, hint: Any) -> bool:
     if kind is tuple:
         return isinstance(value, tuple | list) and len(value) == len(inside) and all(map(fits, value, inside))
     if kind in (Sequence, Iterable):
-        listed = hasattr(value, "__iter__") and (kind is Iterable or not isinstance(value, Mapping | set))
+        others = str if kind is Iterable else str | Mapping | set
         each = value if isinstance(value, tuple | list) else ()
-        return listed and not isinstance(value, str) and all(fits(part, inside[0]) for part in each)
-    return isinstance(value, kind) and all(
-        fits(part, inside[1]) for part in (value.values() if kind is Mapping else ())
-    )
+        return hasattr(value, "__iter__") and not isinstance(value, others) and all(fits(v, inside[0]) for v in each)
+    return isinstance(value, kind) and (kind is not Mapping or all(fits(v, inside[1]) for v in value.values()))
 
 
 def of_kind(hint: Any, kind: Any) -> Any:
@@ -81,13 +80,11 @@ def _text(hint: Any) -> str:
 
 def _refuses(function: Callable[..., Any], given: Sequence[Any], named: Mapping[str, Any]) -> str:
     """What it takes, where that is something else; empty where it takes these, or is built in."""
-    try:
+    with suppress(TypeError, ValueError):  # built in, without a signature
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return ""
-    try:
-        signature.bind(*given, **named)
-    except TypeError:
-        many = ", ".join([f"{len(given)} argument{'s' if len(given) != 1 else ''}", *(f"{n}=…" for n in named)])
-        return f"it is called with {many} and takes {signature}"
+        try:
+            signature.bind(*given, **named)
+        except TypeError:
+            many = ", ".join([f"{len(given)} argument{'s' if len(given) != 1 else ''}", *(f"{n}=…" for n in named)])
+            return f"it is called with {many} and takes {signature}"
     return ""

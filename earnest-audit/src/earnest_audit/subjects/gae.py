@@ -13,10 +13,8 @@ from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
 
 MEANINGS = {
-    "advantages": "γ or λ is missing or used twice, the next value is another token's, or the last token bootstraps "
-    "from what comes after the answer.",
-    "returns": "The critic is trained towards something else than advantages + values: advantages were whitened before "
-    "the returns were made, or the carry is weighed by something else than γ·λ.",
+    "advantages": "γ or λ is missing or used twice, or a next value is another token's or from after the answer's end.",
+    "returns": "They are not advantages + values: advantages were whitened first, or the carry is not weighed by γ·λ.",
 }
 
 
@@ -28,14 +26,12 @@ class GAE(Subject, name="generalised advantages"):
     δₜ = rₜ + γ·V' - Vₜ      A = δₜ + γ·λ·A'      returns = A + V      V' and A': at the answer's next token, else 0
 
     Needs: ``fn(rewards, values, mask, gamma, lam)`` -> advantages or (advantages, returns), of three tensors [B, T] and
-    two numbers. ``whitened`` where its advantages are normalised over the batch: they are then compared up to a shift
-    and a factor, and it has to give the returns too, which are not. ``holes`` where masked tokens may stand inside an
-    answer (tool output) and are to be passed over. ``in_place=True``: it writes into its inputs by design.
-    How: Random rewards and values on ragged rows with a prompt and padding, for the given λ, 0 and 1; then masked
-    entries are changed.
+    two numbers. ``whitened`` where its advantages are normalised over the batch: it then has to give the returns too.
+    ``holes`` where masked tokens may stand inside an answer (tool output) and are to be passed over.
+    ``in_place=True``: it writes into its inputs by design.
+    How: Random rewards and values on ragged rows with prompt and padding, for λ, 0 and 1; then masked ones change.
     Exceptions: Masked tokens inside an answer are checked only with holes=True.
-    Detects: γ that is missing in the temporal difference, TRL #5303 (bootstrap from padding), returns from whitened
-    advantages
+    Detects: γ that is missing in δ, TRL #5303 (bootstrap from padding), returns from whitened advantages
     """
 
     fn: Callable[[Tensor, Tensor, Tensor, float, float], Tensor | Sequence[Tensor | None]]
@@ -63,9 +59,8 @@ class GAE(Subject, name="generalised advantages"):
             return
         if not self.in_place:
             inputs = {"rewards": rewards, "values": values, "mask": mask}
-            why = "GAE writes into its inputs, which the value loss, the log or the next epoch read afterwards. (Where "
-            more = "that is intended, declare in_place=True.)"
-            yield self.untouched(lambda r, v, m: self.fn(r, v, m, self.gamma, self.lam), inputs, why + more)[1]
+            why = "It writes into inputs, which the value loss or the next epoch read. (Or declare in_place=True.)"
+            yield self.untouched(lambda r, v, m: self.fn(r, v, m, self.gamma, self.lam), inputs, why)[1]
         on, room = mask.bool(), rounding(rewards) * self.length * max(1.0, float(base["advantages"].abs().max()))
         for lam in (self.lam, 0.0, 1.0):
             wanted = _gae(rewards, values, mask, self.gamma, lam)
@@ -75,22 +70,18 @@ class GAE(Subject, name="generalised advantages"):
                     a, b = (a - a.mean()) / a.std(), (b - b.mean()) / b.std()
                 yield self.agrees(f"{what}, λ = {lam:g}", float((a - b).abs().max()), room, MEANINGS[what])
         hidden = 3 * (1 - mask)
+        why = "Masked tokens reach the answer's: its last one bootstraps from padding, or a mean is over everything."
         for name, r, v in (("rewards", rewards + hidden, values), ("values", rewards, values - hidden)):
             for what, found in self._run(r, v, mask, self.lam).items():
-                yield self.agrees(
-                    f"{name} where masked, in the {what}", float((found - base[what])[on].abs().max()), room,
-                    f"{name.capitalize()} of masked tokens (prompt, padding) reach the {what} of the answer's: the "
-                    "last token bootstraps from padding, or a mean is taken over everything.",
-                )  # fmt: skip
+                off = float((found - base[what])[on].abs().max())
+                yield self.agrees(f"{name} where masked, in the {what}", off, room, why)
 
     def _mask(self) -> Tensor:
         """A prompt in front, padding after, rows of several lengths; a hole where holes are declared."""
         places = torch.arange(self.length)
         ends = self.length - torch.arange(self.rows) % max(self.length // 3, 1)
-        mask = (places >= 2)[None] & (places[None] < ends[:, None])
-        if self.holes:
-            mask &= (places != 4)[None]
-        return mask.float()
+        mask = (places >= 2) & (places < ends[:, None])
+        return (mask & (places != 4) if self.holes else mask).float()
 
     def _run(self, rewards: Tensor, values: Tensor, mask: Tensor, lam: float) -> dict[str, Tensor]:
         found = self.fn(rewards.clone(), values.clone(), mask.clone(), self.gamma, lam)

@@ -24,29 +24,16 @@ SAME = 16  # units in the last place: two calls that did the same; as many times
 LEFT = 0.25  # in 16 bits a multiple of the unit would let anything pass
 PARTS = (
     "Cut into uneven parts, the batch gives another gradient: a mean of means, a division that is missing or done "
-    "twice, gradients cleared or clipped between the parts, or only the last part counts. A loss that is taken per "
-    "micro-batch by design declares rows_interact=True."
+    "twice, or gradients cleared between parts. A loss per micro-batch by design declares rows_interact=True."
 )
-COPIES = (
-    "The same batch twice has a gradient of another direction: a term of the loss is multiplied by the number of ranks "
-    "or micro-batches, and the others are not."
-)
-IDLE = (
-    "One of these parts has no gradient of its own (no supervised token, an advantage of 0), and the other one is "
-    "lost with it: 0 / 0, or an update that is dropped. Where the loop never makes such a part, give split=…. "
-)
+COPIES = "The same batch twice has another direction: a term is multiplied by the number of parts, the others are not."
+IDLE = "A part without a gradient spoils the other: 0 / 0, or a dropped update. Where none occurs, give split=…. "
 CUTS = 8  # how many cuts are tried for one whose parts both train
 TWICE = 0.25  # two gradients that are added are off by about a half: the room has to stay below
 BINDS = 0.05  # of the gradient's norm: below that of a part, whose own clip would bind too
 STABILISER = 1e-6  # what torch's clip_grad_norm_ adds to the norm before it divides
-ANOTHER = (
-    "The optimizer is given another gradient than the whole batch's: a mean of means, a scale that is not taken off, "
-    "only the last micro-batch, or a clip that acts below its norm."
-)
-CLIPPED = (
-    "Where the clip binds, the optimizer is given another gradient: it is clipped per micro-batch, before the loss "
-    "scale is taken off, by a norm that counts a part twice or not at all, or never."
-)
+ANOTHER = "The optimizer gets another gradient: a mean of means, a scale that stays, only the last part, an early clip."
+CLIPPED = "The clip is per part, before the unscaling, by a norm that counts parts twice or not, or it is missing."
 LAST = "The next update is given something of the last one: gradients are not cleared (zero_grad) between two updates."
 
 
@@ -64,7 +51,7 @@ class _Gradients(Subject, name=""):
             with without_dropout(self.model):  # other parts would get other masks
                 yield from list(self._check())
         else:
-            why = "No parameter of the model requires a gradient; there is nothing to train."
+            why = "No parameter requires a gradient."
             yield self.finding(WHOLE, "no parameter is trainable", "finite and above 0", False, why)
 
     def _check(self) -> Iterator[Finding]:
@@ -73,12 +60,17 @@ class _Gradients(Subject, name=""):
 
     def _has(self, whole: Gradient, why: str) -> Finding:
         norm = whole.norm()
-        trains = math.isfinite(norm) and norm > 0
-        return self.finding(WHOLE, f"norm {norm:.3g}", "finite and above 0", trains, why)
+        return self.finding(WHOLE, f"norm {norm:.3g}", "finite and above 0", 0 < norm < math.inf, why)
+
+    def _row(self, subject: str, found: Gradient | None, wanted: Gradient, room: float, meaning: str) -> Finding:
+        if found is None:
+            once = "One update must step the optimizer once; it steps once per micro-batch, or not at all."
+            return self.finding(subject, "not one call of optimizer.step()", "one call per update", False, once)
+        factor, why = found.best_scale(wanted), _most(found, wanted) + meaning
+        return self.agrees(subject, wanted.distance(found), room, why, f"off by {{}} (best factor {factor:.3g})")
 
     def _made_by(self, act: Callable[[], Any]) -> Gradient:
-        """What ``act`` leaves in ``.grad``, where nothing was before. The model is as it was afterwards: what a forward
-        pass writes into buffers is no state of the accumulation."""
+        """What ``act`` leaves in ``.grad``, which is empty before; the model, with its buffers, is restored."""
         with restored(self.model, None), empty_grads(self.model.parameters()), calling(self.seed, graph=True):
             act()
             return self._left(self._trained())
@@ -91,31 +83,30 @@ class _Gradients(Subject, name=""):
         return {n: p for n, p in self.model.named_parameters() if p.requires_grad}
 
     def _cuts(self, gradient: Callable[[Mapping[str, Any]], Gradient]) -> list[tuple[list[int], list[Any], str]]:
-        """Uneven cuts of the batch: the numbers of rows, the parts, and the first words on a failure. What has no rows
-        (a number, a text) goes with every part. By default two parts that both have a ``gradient``, since one without
-        shows nothing of how parts are added; and a second cut, where one was met with a part that has none."""
+        """Uneven cuts of the batch: the numbers of rows, the parts, and the first words on a failure. By default two
+        parts that both have a ``gradient``, which show how parts are added; and a cut with a part that has none."""
         tensors = [v.shape[0] for v in self.batch.values() if isinstance(v, Tensor) and v.ndim]
         sizes = tensors or [len(v) for v in self.batch.values() if isinstance(v, list | tuple | np.ndarray)]
         if not sizes:
             raise self.error("batch", "it has no rows: give tensors or lists with an entry per row")
         rows = max(set(sizes), key=sizes.count)
-        if self.split is not None and sum(self.split) != rows:
-            raise self.error(f"split={self.split}", f"its sum has to be {rows}, the rows of the batch")
 
         def parts(counts: Sequence[int]) -> list[dict[str, Any]]:
             return [rows_of(self.batch, rows, places) for places in torch.arange(rows).split(list(counts))]
 
         if self.split is not None:
+            if sum(self.split) != rows:
+                raise self.error(f"split={self.split}", f"its sum has to be {rows}, the rows of the batch")
             return [(list(self.split), parts(self.split), "")]
         uneven = [[n, rows - n] for n in range(max(1, rows // 4), rows) if 2 * n != rows or rows == 2] or [[rows]]
         first, few = uneven[0], uneven[:: max(1, len(uneven) // CUTS)]
         usual = next((c for c in few if all(_trains(gradient, part) for part in parts(c))), first)
         return [(usual, parts(usual), ""), *([(first, parts(first), IDLE)] if usual != first else [])]
 
-    def _units(self, seen: Sequence[torch.dtype]) -> list[tuple[nn.Parameter, float]]:
+    def _units(self, seen: Sequence[torch.dtype]) -> list[tuple[Tensor, float]]:
         """Trainable parameters, each with the unit in the last place of what is computed in."""
-        precision, trained = self.precision or coarsest(seen), [p for p in self.model.parameters() if p.requires_grad]
-        return [(p, max(torch.finfo(d).eps for d in (p.dtype, precision or p.dtype))) for p in trained]
+        declared = self.precision or coarsest(seen)
+        return [(p, max(torch.finfo(d).eps for d in (p.dtype, declared or p.dtype))) for p in self._trained().values()]
 
     def _room(self, whole: Gradient, seen: Sequence[torch.dtype], again: Callable[[], Gradient]) -> tuple[float, float]:
         """What two gradients that ought to be equal may differ by, as for a ``Step``: 16 times (8 in 16 bits) what one
@@ -132,20 +123,17 @@ class Accumulation(_Gradients, name="accumulation"):
     """SE-ACCUMULATION: Many small backward passes, or many ranks, leave the whole batch's gradient, and so does the
     next call.
 
-    accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) leaves, for an UNEVEN cut;
-    and the same again in a second call
+    accumulate(model, [B₁, B₂, …]) leaves in .grad what accumulate(model, [B₁ ∪ B₂ ∪ …]) does, UNEVENLY cut, and again
     accumulate(model, [B, B]) has the direction of accumulate(model, [B]), whatever is taken per micro-batch
 
     Needs: ``accumulate(model, batches)`` runs the micro-batches and leaves the gradients; ``split`` are row counts,
     uneven ones where that is legal. ``rows_interact``: a part of the loss is taken per micro-batch by design (a
-    router). ``precision`` is what is computed in, where that is coarser than the parameters and modules do not show
-    it. ``stateful=True``: one call changes the next by design (a running statistic beside the model).
-    How: The batch in one piece, once more, and cut unevenly (also with a part without a gradient, where the batch has
-    such rows); the tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
-    Exceptions: With rows_interact=True the batch is only given twice. A clip that does not bind is not detected here:
-    Update makes it bind.
-    Detects: transformers gradient accumulation (a mean of means), gradients cleared between requests, transformers
-    #48690 (a router's loss times the number of ranks)
+    router). ``precision`` is what is computed in, where modules do not show it. ``stateful=True``: one call changes the
+    next by design (a running statistic beside the model).
+    How: The batch in one piece, once more, and cut unevenly (also with a part that has no gradient, if it can); the
+    tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
+    Exceptions: With rows_interact=True the batch is only given twice. Update checks clips.
+    Detects: transformers' mean of means, and its #48690 (a router's loss times the ranks); gradients that are cleared
     """
 
     model: nn.Module
@@ -170,20 +158,15 @@ class Accumulation(_Gradients, name="accumulation"):
             why = "Rows interact by declaration: parts may have another gradient."
             yield self.not_applicable(f"uneven {self.what}", "not checked", why)
             cuts = {f"the batch twice, as {self.what}": ([dict(self.batch), dict(self.batch)], COPIES)}
-            expected = "≤ {}, up to a factor"
         else:
             made = self._cuts(lambda part: self._gradient([part]))
             cuts = {f"{self.what} of {split} rows": (parts, meaning + PARTS) for split, parts, meaning in made}
-            expected = "≤ {}"
         room, _ = self._room(whole, seen, lambda: self._gradient([self.batch]))
         room = max(room, 8 * whole.distance(again))
         for subject, (parts, meaning) in cuts.items():
             found = self._gradient(parts)
-            factor = found.best_scale(whole)
-            meant = whole.times(factor if self.rows_interact else 1.0)
-            off = meant.distance(found)
-            measured, why = f"gradient off by {off:.2g} (best factor {factor:.3g})", _most(found, meant) + meaning
-            yield self.finding(subject, measured, expected.format(f"{room:.2g}"), off <= room, why)
+            meant = whole.times(found.best_scale(whole)) if self.rows_interact else whole
+            yield self._row(subject, found, meant, room, meaning)
         if not self.stateful:
             yield twice
 
@@ -196,18 +179,13 @@ class Accumulation(_Gradients, name="accumulation"):
         if off > room:
             third, near = self._gradient([self.batch]), min(same, room / 2)
             repeats = min(whole.distance(third), again.distance(third)) <= near
-            counted = any(
-                all(whole.times(n**power).distance(g) <= near for n, g in ((2, again), (3, third)))
-                for power in (1, -1)
-            )  # fmt: skip
+            ways = ([(2, again), (3, third)], [(1 / 2, again), (1 / 3, third)])
+            counted = any(all(whole.times(n).distance(g) <= near for n, g in way) for way in ways)
             if not (repeats or counted):
                 why = "Every call gives another gradient: noise, or a running statistic. The tolerance is that wide."
                 return self.not_applicable(subject, f"{measured}, and another way each time", why)
-        return self.finding(
-            subject, measured, f"≤ {room:.2g}", off <= room,
-            "The same batch on the same weights gives another gradient the second time: a count, a sum or a gradient "
-            "of the last call is still there. (Where that is intended, declare stateful=True.)",
-        )  # fmt: skip
+        why = "A second call gives another gradient: something of the first is left. (By design: stateful=True.)"
+        return self.finding(subject, measured, f"≤ {room:.2g}", off <= room, why)
 
     def _gradient(self, batches: Sequence[Mapping[str, Any]]) -> Gradient:
         return self._made_by(lambda: self.accumulate(self.model, list(map(fresh, batches))))
@@ -221,9 +199,8 @@ class Update(_Gradients, name="update"):
 
     Needs: ``update(batches, max_grad_norm)`` makes one update of ``model`` by ``optimizer`` from these micro-batches:
     forward, backward, clip, step, and what clears the gradients. ``loss(model, batch)`` is a whole batch's loss. The
-    optimizer owns the parameters, or copies with their shapes and values (fp32 masters). The model and the optimizer
-    are restored; a schedule or a loss scale that ``update`` also moves is the caller's. An update that never clips
-    declares ``clips=False``, and is called ``update(batches)``.
+    optimizer owns the parameters, or copies with their shapes and values (fp32 masters). Both are restored; what else
+    ``update`` moves (a schedule) is not. An update that never clips declares ``clips=False``: ``update(batches)``.
     How: Measured when the optimizer steps: uneven micro-batches (``split``) without a clip, with a clip at a
     twentieth of the gradient's norm, and the second of two updates. The tolerance is that of Accumulation.
     Exceptions: torch divides by norm + 1e-6 when it clips, which shortens a small gradient: that is allowed.
@@ -246,6 +223,7 @@ class Update(_Gradients, name="update"):
         with noticing(self.model) as seen:
             wanted = self._wanted(self.batch)
         norm = wanted.norm()
+        wide = 4 * (norm + STABILISER)  # a clip that does not bind
         room, unit = self._room(wanted, seen, lambda: self._wanted(self.batch))
         has = self._has(wanted, "The loss has no gradient here, so what the optimizer is given cannot be judged.")
         yield has
@@ -256,42 +234,31 @@ class Update(_Gradients, name="update"):
             yield self.not_applicable("handed gradient", "the optimizer owns neither parameters nor copies of them")
             return
         with restored(self.model, self.optimizer):
-            free = self._handed(parts, 4 * (norm + STABILISER))
+            free = self._handed(parts, wide)
             first = self._row("handed gradient, no clip", free, wanted, room, ANOTHER)
             yield first
         for split, others, meaning in idle if first.outcome == "holds" else ():
             with restored(self.model, self.optimizer):
-                handed = self._handed(others, 4 * (norm + STABILISER))
+                handed = self._handed(others, wide)
                 yield self._row(f"handed gradient, parts of {split} rows", handed, wanted, room, meaning + ANOTHER)
         if free is None:
             return
         # The same parts on the same weights: what the cut alone did is the room of what follows, where that is less.
-        own = max(wanted.distance(free), unit if unit > COARSE else 4 * unit)
-        near = min(room, 4 * own)
+        near = min(room, 4 * max(wanted.distance(free), unit if unit > COARSE else 4 * unit))
         if self.clips:
-            yield self._clipped(parts, wanted, norm, near)
+            with restored(self.model, self.optimizer):
+                handed = self._handed(parts, BINDS * norm)
+            meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
+            clipped = meant[0] if handed is None else min(meant, key=handed.distance)
+            yield self._row("handed gradient, with a clip that binds", handed, clipped, near, CLIPPED)
         if first.outcome == "fails":
             return  # the next update would fail for the same reason
         with restored(self.model, self.optimizer):
-            self._handed(parts, 4 * (norm + STABILISER))
+            self._handed(parts, wide)
             after = self._wanted(self.batch)
-            handed = self._handed(parts, 4 * (norm + STABILISER), clear=False)
+            handed = self._handed(parts, wide, clear=False)
             near *= max(1.0, norm / max(after.norm(), 1e-300))  # a shorter one is coarser, relatively
             yield self._row("handed gradient, the next update", handed, after, min(TWICE, near), LAST)
-
-    def _clipped(self, parts: Sequence[Mapping[str, Any]], wanted: Gradient, norm: float, near: float) -> Finding:
-        with restored(self.model, self.optimizer):
-            handed = self._handed(parts, BINDS * norm)
-        meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
-        clipped = meant[0] if handed is None else min(meant, key=handed.distance)
-        return self._row("handed gradient, with a clip that binds", handed, clipped, near, CLIPPED)
-
-    def _row(self, subject: str, found: Gradient | None, wanted: Gradient, room: float, meaning: str) -> Finding:
-        if found is None:
-            once = "One update must step the optimizer once; it steps once per micro-batch, or not at all."
-            return self.finding(subject, "not one call of optimizer.step()", "one call per update", False, once)
-        factor, why = found.best_scale(wanted), _most(found, wanted) + meaning
-        return self.agrees(subject, wanted.distance(found), room, why, f"off by {{}} (best factor {factor:.3g})")
 
     def _owned(self) -> dict[str, Tensor]:
         """Parameter -> the tensor whose ``.grad`` the optimizer reads for it; empty where it has only others."""
@@ -319,7 +286,7 @@ class Update(_Gradients, name="update"):
 
     def _wanted(self, batch: Mapping[str, Any]) -> Gradient:
         def act() -> None:
-            value: Tensor = result_of(self.loss(self.model, fresh(batch)))[0]
+            value = result_of(self.loss(self.model, fresh(batch)))[0]
             if value.requires_grad:
                 value.backward()
 

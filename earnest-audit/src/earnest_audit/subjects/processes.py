@@ -6,14 +6,14 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, product
+from itertools import combinations, pairwise, product
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from earnest_audit.precision import rounding
-from earnest_audit.restore import put_back
+from earnest_audit.restore import moved
 from earnest_audit.subjects.base import Subject, difference, equal, outputs
 from earnest_audit.verdict import Finding
 
@@ -33,16 +33,14 @@ class WeightSync(Subject, name="weight sync"):
     Needs: ``perturb()`` perturbs the trainer, ``push()`` syncs, ``trainer()`` and ``sampler()`` give log-probs of one
     fixed text. ``undo()`` takes the perturbation back; without it the trainer stays perturbed. ``model`` is the
     trainer's module that a push sends: each of its trainable parameters, and of its buffers those whose names match
-    ``buffers`` ("*.running_mean"), is then perturbed alone and pushed, and restored. Frozen ones need not be sent, nor
-    buffers that no training moves.
+    ``buffers`` ("*.running_mean"), is then perturbed alone and pushed, and restored.
     How: Log-probs of one text on both sides, before and after a perturbation. The tolerance is 64 units in the last
     place of the coarsest dtype (at most ⅛), relative to a log-prob where it is above 1; after the perturbation it is at
     most an eighth of it or four times the difference before it. A push does not change the trainer's own log-probs.
     When one tensor is perturbed alone, at least half of the change must reach the sampler.
-    Exceptions: Two programs in 16 bits differ legitimately: declare precision. A perturbation that is smaller than
-    their difference is not judged.
-    Detects: other tensors pushed than the trained ones, a stale adapter slot, prime-rl #2823 (a tied head that is a
-    stale clone), a base that drifts by merge and unmerge in bf16
+    Exceptions: Two programs in 16 bits differ legitimately: declare precision. A smaller perturbation is not judged.
+    Detects: tensors that are not pushed, a stale adapter slot, prime-rl #2823 (a tied head is a stale clone), a base
+    that drifts by merge and unmerge in bf16
     """
 
     perturb: Callable[[], None]
@@ -59,42 +57,36 @@ class WeightSync(Subject, name="weight sync"):
         self.push()
         before, now = outputs(self.sampler), outputs(self.trainer)
         room = rounding(before, now, precision=self.precision)
-        yield self.agrees(
-            "the trainer after a push", difference(again, now), max(OWN, 4 * difference(alone, again)),
-            "A push changes the trainer: adapters are merged for the push and taken out again in 16 bits, which does "
-            "not give the old weights back. Keep a copy, or merge into another one.",
-            "its own log-probs moved by {}",
-        )  # fmt: skip
+        why = "A push changes the trainer: adapters are merged and taken out again in 16 bits. Keep a copy."
+        own, near = difference(again, now), max(OWN, 4 * difference(alone, again))
+        yield self.agrees("the trainer after a push", own, near, why, "its own log-probs moved by {}")
         agree, different = difference(before, now), f"Sampler and trainer are different policies, or {OTHERWISE}"
         yield self.agrees("sampler = trainer after a push", agree, room, different, "log-probs off by {}")
         self.perturb()
-        moved = difference(outputs(self.trainer), now)
+        far = difference(outputs(self.trainer), now)
         self.push()
         left, by = self._apart(), difference(outputs(self.sampler), before)
-        follows = self._follows(agree, moved, left, room, by)
-        each = self._each(max(agree, left)) if agree <= room and follows.outcome != "fails" else None
+        rows = [self._follows(agree, far, left, room, by)]
+        if agree <= room and rows[0].outcome != "fails":
+            rows.append(self._each(max(agree, left)))
         if self.undo is not None:
             self.undo()
             self.push()
-        yield follows
-        if each is not None:
-            yield each
+        yield from rows
 
-    def _follows(self, agree: float, moved: float, left: float, room: float, by: float) -> Finding:
+    def _follows(self, agree: float, far: float, left: float, room: float, by: float) -> Finding:
         """Two programs in 16 bits differ by up to ``room`` at some text; by how much at this one was measured before
         the perturbation. A perturbation that stands well above that can be judged by what it left over."""
         subject = "the sampler follows a perturbation"
-        near = min(room, max(4 * agree, moved / 8))
-        if agree <= room and moved <= 2 * near:
-            return self.not_applicable(
-                subject,
-                f"the perturbation moved the trainer by {moved:.2g}, the two differ by {agree:.2g} without one",
-                "The perturbation is too small to show whether a push arrives: perturb more strongly.",
-            )
+        near = min(room, max(4 * agree, far / 8))
+        if agree <= room and far <= 2 * near:
+            measured = f"the perturbation moved the trainer by {far:.2g}, the two differ by {agree:.2g} without one"
+            why = "The perturbation is too small to show whether a push arrives: perturb more strongly."
+            return self.not_applicable(subject, measured, why)
         why = "The push did not reach the sampler: other tensors were sent, an adapter slot is stale, a cache answers."
         if by > near:
             why = f"The sampler moved, but to other log-probs: some tensors are not sent or misplaced, or {OTHERWISE}"
-        measured = f"off by {{}} (the trainer moved by {moved:.2g}, the sampler by {by:.2g})"
+        measured = f"off by {{}} (the trainer moved by {far:.2g}, the sampler by {by:.2g})"
         return self.agrees(subject, left, near, why, measured)
 
     def _each(self, agree: float) -> Finding:
@@ -102,40 +94,30 @@ class WeightSync(Subject, name="weight sync"):
         subject = "each tensor alone"
         if self.model is None:
             return self.not_declared(subject, "model=…, the trainer's module,")
-        chosen: list[tuple[str, Tensor]] = [(n, p) for n, p in self.model.named_parameters() if p.requires_grad]
+        chosen: dict[str, Tensor] = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         for name, buffer in self.model.named_buffers():
             if buffer.is_floating_point() and any(fnmatch.fnmatchcase(name, b) for b in self.buffers):
-                chosen.append((name, buffer))
-        lost, hidden = [], []
-        for name, tensor in chosen:
-            with put_back([tensor]):
-                moved = self._stands_out(tensor, agree)
-                if moved is None:
-                    hidden.append(name)
-                    continue
-                self.push()
-                if not self._apart() <= moved / 2:
-                    lost.append(name)
+                chosen[name] = buffer
+        arrives = {name: self._arrives(tensor, agree) for name, tensor in chosen.items()}
+        lost, hidden = ([name for name in chosen if arrives[name] is how] for how in (False, None))
         self.push()
         shown = len(chosen) - len(hidden)
-        aside = f" ({len(hidden)} do not show: {', '.join(hidden[:3])})" if hidden else ""
         if not shown:
             return self.not_applicable(subject, f"none of {len(chosen)} shows in the log-probs", "Give a longer text.")
-        return self.finding(
-            subject, f"{len(lost)} of {shown} do not arrive{aside}", "all arrive", not lost,
-            f"{', '.join(lost[:3])}: changed alone, the sampler does not follow. The push does not send it, sends it "
-            "under another name, or the sampler has a copy of its own (a tied head).",
-        )  # fmt: skip
+        aside = f" ({len(hidden)} do not show: {', '.join(hidden[:3])})" if hidden else ""
+        why = ": the sampler does not follow: it is not sent, or misnamed, or the sampler has a copy (a tied head)."
+        return self.none(subject, lost, f"{len(lost)} of {shown} do not arrive{aside}", why)
 
-    def _stands_out(self, tensor: Tensor, agree: float) -> float | None:
-        """What a perturbation moves the trainer's log-probs by; None where none stands out."""
-        base, size = outputs(self.trainer), float(tensor.detach().float().square().mean().sqrt()) or 1.0
-        noise = torch.randn(tensor.shape, generator=torch.Generator().manual_seed(0)).to(tensor)
-        kept = tensor.detach().clone()
-        for factor in PERTURBATIONS:
-            tensor.data.copy_(kept + factor * size * noise)
-            if max(CLEAR * agree, 16 * OWN) < (by := difference(outputs(self.trainer), base)) < float("inf"):
-                return by
+    def _arrives(self, tensor: Tensor, agree: float) -> bool | None:
+        """Whether a perturbation that stands out at the trainer reaches the sampler; None where none stands out."""
+        base, rms = outputs(self.trainer), float(tensor.detach().float().square().mean().sqrt()) or 1.0
+        sizes = iter([factor * rms for factor in PERTURBATIONS])
+        for _ in PERTURBATIONS:
+            with moved([tensor], lambda _, noise: next(sizes) * noise, seed=0):
+                by = difference(outputs(self.trainer), base)
+                if max(CLEAR * agree, 16 * OWN) < by < float("inf"):
+                    self.push()
+                    return self._apart() <= by / 2
         return None
 
     def _apart(self) -> float:
@@ -146,9 +128,8 @@ class WeightSync(Subject, name="weight sync"):
 class Gather(Subject, name="gather"):
     """RT-GATHER: Every rank receives what every rank sent.
 
-    Needs: ``gather(values)`` simulates ranks that send one tensor each, as many as there are values, and returns what a
-    rank receives. ``ragged`` where ranks may send different lengths. ``padding``: a value that no rank ever sends, and
-    that may be taken for padding; without it every value must arrive.
+    Needs: ``gather(values)`` simulates ranks that send one tensor each, and returns what a rank receives. ``ragged``
+    where ranks may send different lengths. ``padding``: a value that no rank ever sends.
     How: Every rank sends its own numbers, then 0, -1 and -100; then twelve ranks do; everything received is compared.
     Exceptions: Padding that is not removed is checked only where ragged is declared, or lengths are equal.
     Detects: all_gather into [t] * world_size, buckets that are not cut back
@@ -175,32 +156,24 @@ class Gather(Subject, name="gather"):
 
     def _odd(self) -> list[Tensor]:
         """What is often taken for padding, in front and at the end; one rank sends nothing else."""
-        odd = [v for v in ODD if v != self.padding]
-        sent = []
-        for rank in range(self.ranks):
-            value, other = odd[rank % len(odd)], odd[(rank + 1) % len(odd)]
-            sent.append(torch.tensor([value, 7.0 + rank, other] if rank else [value] * 3))
-        return sent
+        pairs = pairwise([v for v in ODD if v != self.padding] * (self.ranks + 1))
+        ranks = zip(range(self.ranks), pairs, strict=False)
+        return [torch.tensor([first, 7.0 + rank, last] if rank else [first] * 3) for rank, (first, last) in ranks]
 
     def _many(self) -> Finding:
         """At least 11 ranks, so that their names sort differently as texts: rank10 before rank2."""
         subject, sent, why = f"{MANY} ranks", self._counted([3] * MANY), "It simulates another number of ranks."
         try:
-            got = list(self.gather([t.clone() for t in sent]))
+            came = len(self.gather([t.clone() for t in sent]))
         except Exception as error:
             return self.not_applicable(subject, f"raises {type(error).__name__}", why)
-        if len(got) != MANY:
-            return self.not_applicable(subject, f"{len(got)} came back", why)
-        return self._row(subject, sent)
+        return self._row(subject, sent) if came == MANY else self.not_applicable(subject, f"{came} came back", why)
 
     def _row(self, subject: str, sent: Sequence[Tensor]) -> Finding:
         got = [t.flatten().tolist() for t in self.gather([t.clone() for t in sent])]
         wanted = [t.tolist() for t in sent]
-        return self.finding(
-            subject, f"{got}", f"{wanted}", got == wanted,
-            "A rank does not have what every rank sent: all slots are one tensor, the order is lost (rank10 before "
-            "rank2), padding is not cut off again, or what looks like padding is.",
-        )  # fmt: skip
+        why = "A slot is not what its rank sent: all are one tensor, the order is lost, or padding is cut wrongly."
+        return self.finding(subject, f"{got}", f"{wanted}", got == wanted, why)
 
 
 @dataclass
@@ -211,14 +184,12 @@ class Ranks(Subject, name="ranks"):
     metrics   the metric of all rows is that of the same rows in other, uneven shards, and what one process computes
 
     Needs: ``draw(rank)``, or ``draw(rank, step)``, gives what a rank samples (ids, noise): so much of it that no two
-    draws are equal by chance. ``metric(shards)`` is the number that is logged for rows that are cut into shards, one
-    tensor of rows per rank; ``rows`` [N, …] are such rows, of unequal size in their sum. ``single(shards)`` is what the
-    metric is by its definition, computed in one process. ``by_rank=True`` where the number depends on the cut by its
-    definition: then it is only compared with ``single``.
+    draws are equal by chance. ``metric(shards)`` is the number that is logged for shards, one tensor of rows per rank;
+    ``rows`` [N, …] are such rows, of unequal size in their sum. ``single(shards)`` is the metric by its definition, in
+    one process. ``by_rank=True`` where it depends on the cut by its definition: then only ``single`` is compared.
     How: Four ranks draw (in three steps), twice; the rows are cut into one, two and three uneven shards.
     Exceptions: A sampler that gives all ranks the same draws on purpose (data that is split afterwards) has no draw.
-    Detects: one seed for all ranks (every rank samples the same answers), seed + rank + step, a mean of the ranks'
-    means, TRL #7100 and #5620
+    Detects: one seed for all ranks, seed + rank + step, a mean of the ranks' means, TRL #7100 and #5620
     """
 
     draw: Callable[..., Tensor] | None = None
@@ -263,18 +234,11 @@ class Ranks(Subject, name="ranks"):
             own = [float(self.single([part.clone() for part in rows.split(cut)])) for cut in cuts]
             off = [abs(a - b) / max(1e-12, abs(a), abs(b)) for a, b in zip(values, own, strict=True)]
             worst = off.index(max(off))
-            yield self.agrees(
-                "the metric in one process", off[worst], room,
-                "The logged number is not what one process computes from the same rows: tokens are counted on every "
-                "rank that holds them, other places are averaged than declared, or a weight is applied twice.",
-                f"rows cut {named[worst]}: {values[worst]:.4g} and {own[worst]:.4g}, relatively off by {{}}",
-            )  # fmt: skip
-        if self.by_rank:
-            return
-        scale = max(1e-12, *map(abs, values))
-        yield self.agrees(
-            "a metric over ranks", (max(values) - min(values)) / scale, room,
-            "The logged number depends on how rows are cut over ranks: a mean of the ranks' means in place of a sum "
-            "over a count, a maximum or a deviation that is averaged, or the first rank's number alone.",
-            f"{', '.join(f'{v:.4g} ({cut})' for v, cut in zip(values, named, strict=True))}: relatively off by {{}}",
-        )  # fmt: skip
+            measured = f"rows cut {named[worst]}: {values[worst]:.4g} and {own[worst]:.4g}, relatively off by {{}}"
+            why = "One process computes another number: a token counts on several ranks, or a weight is applied twice."
+            yield self.agrees("the metric in one process", off[worst], room, why, measured)
+        if not self.by_rank:
+            each = ", ".join(f"{value:.4g} ({cut})" for value, cut in zip(values, named, strict=True))
+            off_by = (max(values) - min(values)) / max(1e-12, *map(abs, values))
+            why = "It depends on how rows are cut: a mean of means, an averaged maximum, or the first rank's alone."
+            yield self.agrees("a metric over ranks", off_by, room, why, f"{each}: relatively off by {{}}")

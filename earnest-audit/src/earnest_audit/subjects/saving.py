@@ -15,22 +15,18 @@ from earnest_audit.restore import copied, seeded
 from earnest_audit.subjects.base import Subject, equal, gap, largest, outputs
 from earnest_audit.verdict import Finding
 
-FOLLOWS = (
-    "What was saved changes when training goes on: the save holds the live tensors (a state_dict() that is not copied, "
-    "a write that is still under way), and gives back what came later."
-)
+FOLLOWS = "The save holds live tensors (a state_dict() that is not copied), or its write is still under way."
 
 
 @dataclass
 class RoundTrip(Subject, name="save and load"):
     """RT: What is loaded equals what was saved; for modules also what is trainable, the dtypes and tied weights.
 
-    load(save(x)) gives the same outputs, from a perturbed state, onto something else; what was saved does not change
-    when training continues
+    load(save(x)) gives the same outputs, from a perturbed state, onto something else, also after training went on
 
     Needs: ``make()`` gives a fresh object, ``perturb(x)`` perturbs it, ``outputs(x)`` is what must survive. ``save(x,
-    folder)`` and ``load(x, folder)`` are given a folder (a ``Path`` that exists and is empty) and name the files in it
-    themselves; ``load`` fills the ``x`` that it is given, or returns another.
+    folder)`` and ``load(x, folder)`` are given an empty folder (a ``Path``) and name the files in it; ``load`` fills
+    the ``x`` that it is given, or returns another.
     How: Saved from a perturbed state, loaded onto a fresh object, outputs compared, and again after another
     perturbation of the saved object. The perturbation has to change the outputs.
     Exceptions: A load for inference freezes or casts by design: for_training=False.
@@ -59,19 +55,15 @@ class RoundTrip(Subject, name="save and load"):
             found = outputs(self.outputs, loaded)
             follows = list(self._follows(saved, folder, wanted, found))
         off = largest(gap(found, wanted))
-        yield self.agrees(
-            "save → load", off, self.tolerance,
-            "What is loaded is not what was saved: keys are missing or ignored, a tensor is re-initialised, or "
-            "something that matters is not saved.", "outputs off by {}",
-        )  # fmt: skip
+        why = "What is loaded is not what was saved: keys are missing, ignored or not saved, or a tensor is made anew."
+        yield self.agrees("save → load", off, self.tolerance, why, "outputs off by {}")
         if off <= self.tolerance:
             yield from follows
         if self.for_training and isinstance(saved, nn.Module) and isinstance(loaded, nn.Module):
             yield from self._structure(saved, loaded)
 
     def _follows(self, saved: Any, folder: Path, wanted: Tensor, found: Tensor) -> Iterator[Finding]:
-        """Training goes on after a save: another perturbation of what was saved, and the same folder is loaded
-        again."""
+        """What was saved is perturbed again, and the same folder loaded again."""
         try:
             self.perturb(saved)
             loaded = load_onto(self.make(), self.load, folder)
@@ -87,29 +79,23 @@ class RoundTrip(Subject, name="save and load"):
         mine, theirs = (dict(m.named_parameters(remove_duplicate=False)) for m in (saved, loaded))
         names = [n for n in mine if n in theirs]
         if not names:
-            why = "Parameters have other names after the load."
-            yield self.not_applicable("what is trainable", "no names in common", why)
+            yield self.not_applicable("what is trainable", "no parameter has a name that it had before the save")
             return
         first = [{id(p): n for n, p in reversed(of.items()) if n in names} for of in (mine, theirs)]
         for subject, fact, meaning in (
-            ("what is trainable", lambda p, _: p.requires_grad, "are frozen (or not) after the load, unlike before the "
-             "save: a resumed run trains another set. A load for inference declares for_training=False"),
-            ("dtypes", lambda p, _: p.dtype, "have another dtype after the load"),
-            ("tied parameters", lambda p, tied: tied[id(p)], "were one tensor and are two after the load, or the other "
-             "way round: they drift apart with the first update"),
-        ):  # fmt: skip
+            ("what is trainable", lambda p, _: p.requires_grad, "frozen, or no longer (by design: for_training=False)"),
+            ("dtypes", lambda p, _: p.dtype, "of another dtype"),
+            ("tied parameters", lambda p, tied: tied[id(p)], "two tensors, which were one, or the other way round"),
+        ):
             wrong = [n for n in names if fact(mine[n], first[0]) != fact(theirs[n], first[1])]
-            yield self.none(subject, wrong, f"{len(wrong)} of {len(names)} differ", f" {meaning}.")
+            yield self.none(subject, wrong, f"{len(wrong)} of {len(names)} differ", f": after the load {meaning}.")
 
 
 def load_onto(made: Any, load: Callable[[Any, Path], Any], folder: Path) -> Any:
-    """What a load has loaded: what it returns, where that is such an object; else what it was given. Reports, such as
-    that of ``load_state_dict``, are no such object."""
+    """What a load returns; what it was given, where that is nothing, or a report such as ``load_state_dict``'s."""
     given = load(made, folder)
-    if isinstance(given, (type(made), nn.Module)):
-        return given
     report = given is None or isinstance(given, tuple | list | Mapping | str | int | float)
-    return made if report else given
+    return made if report and not isinstance(given, type(made)) else given
 
 
 @dataclass
@@ -119,16 +105,13 @@ class Resume(Subject, name="resume"):
     Needs: ``run(x, n)`` trains n steps and returns the ids of the data that it saw, a list or a tensor; ``state(x)`` is
     everything that is trained, averages of weights included: a tensor, or lists and dicts of them at any depth, such as
     ``[x.model.state_dict(), x.optimizer.state_dict()]`` (``[]`` where only the data is resumed). ``save(x, folder)``
-    and ``load(x, folder)`` are given a folder (a ``Path`` that exists and is empty) and name the files in it
-    themselves; ``load`` fills the ``x`` that it is given, or returns another. Both runs and the resumed one start from
-    one state of the generators. A run has to change the state.
+    and ``load(x, folder)`` are given an empty folder (a ``Path``) and name the files in it; ``load`` fills the ``x``
+    that it is given, or returns another. A run has to change the state.
     How: Both runs, their states and their data are compared; each begins from the same seed. The checkpoint is loaded
     again after the saved run has continued.
     Exceptions: Other thread counts sum in another order: resume with the same number. State that changes at an epoch's
-    end shows only where one ended before the save, so that a datum came twice: N, 2N and 4N steps are tried, and the
-    verdict notes where none ended.
-    Warns: (a run that returns ids and leaves the state as it is) only the data is resumed, or the state holds something
-    else than what is trained.
+    end shows only where one ended before the save (a datum came twice): N, 2N and 4N steps are tried.
+    Warns: (a run that returns ids and leaves the state as it is) only the data is resumed.
     Detects: moments, schedules, random states or data streams that restart
     """
 
@@ -180,19 +163,18 @@ class Resume(Subject, name="resume"):
         if not _leaves(end):
             yield self.not_applicable(subject, "the state is empty")
         elif equal(before, end):
-            why = "The state stays as it is, so a resume that loses everything would pass: give steps=…, or what is "
-            why += "trained as the state (state=lambda x: [] where only the data is resumed)."
+            why = "Any resume would pass: give steps=…, or what is trained (only data: state=lambda x: [])."
             row = self.finding(subject, "the run changes nothing", "a run that trains", False, why)
             yield self.law.doubtful(row) if wanted else row
         else:
             why = "A resumed run is another run: moments, a schedule, a random state or a term's state starts afresh."
             yield self._equal(subject, end, self.state(second), why)
-        why = "The data stream starts again, or skips, after a resume."
+        subject, why = "the data after a resume", "The data stream starts again, or skips, after a resume."
         if wanted or seen_second:
             holds = equal(seen_second, wanted)
-            yield self.finding("the data after a resume", f"{seen_second[:3]}", f"{wanted[:3]}", holds, why)
+            yield self.finding(subject, f"{seen_second[:3]}", f"{wanted[:3]}", holds, why)
         else:
-            yield self.not_declared("the data after a resume", "the ids of the data, which run(x, n) returns,")
+            yield self.not_declared(subject, "the ids of the data, which run(x, n) returns,")
         yield from follows
 
     def _run(self, x: Any, steps: int) -> list[Any]:
@@ -202,8 +184,8 @@ class Resume(Subject, name="resume"):
     def _equal(self, subject: str, a: Any, b: Any, meaning: str) -> Finding:
         mine, theirs = _leaves(a), _leaves(b)
         wrong = [n for n in {**mine, **theirs} if n not in mine or n not in theirs or not equal(mine[n], theirs[n])]
-        pairs = ((mine[n], theirs[n]) for n in wrong if n in mine and n in theirs)
-        alike = [p for p in pairs if all(isinstance(t, Tensor) for t in p) and p[0].shape == p[1].shape]
+        pairs = ((mine.get(n), theirs.get(n)) for n in wrong)
+        alike = ((x, y) for x, y in pairs if isinstance(x, Tensor) and isinstance(y, Tensor) and x.shape == y.shape)
         off = max((largest(gap(x.double(), y.double())) for x, y in alike), default=0.0)
         where = f" in {len(wrong)} of {len(mine)} entries: {', '.join(wrong[:3])}" if any(wrong) else ""
         return self.finding(subject, f"off by {off:.2g}{where}", "bit-equal", not wrong, meaning)
@@ -240,13 +222,10 @@ class FirstCall(Subject, name="first call"):
     process    two fresh objects give the same
 
     Needs: ``make()`` gives an object as a new process would have it, ``train(x)`` changes what is trained, ``call(x)``
-    is what may be filled lazily: the reference's log-probs, outputs that use a cache. ``constant=False`` where it has
-    to follow the training.
-    How: Four fresh objects: one is called, trained and called again; one is trained and then called for the first time.
-    Exceptions: What is random must be seeded in make: fresh objects that differ by themselves are reported and not
-    judged.
-    Detects: a reference that is copied from the policy at its first use, merged weights or masks that are cached and
-    never made anew, a reference that differs in a new process
+    is what may be filled lazily (a reference, a cache). ``constant=False`` where it has to follow the training.
+    How: Fresh objects: one is called, trained and called again; one is trained and then called for the first time.
+    Exceptions: What is random must be seeded in make.
+    Detects: a reference that is copied from the policy at its first use, or differs in a new process; a stale cache
     """
 
     make: Callable[[], Any]
@@ -256,13 +235,14 @@ class FirstCall(Subject, name="first call"):
     seed: int = 0
 
     def check(self) -> Iterator[Finding]:
-        warm, cold = self._make(), self._make()
-        before, fresh = self._call(warm), self._call(self._make())
-        other = "Two fresh objects differ: a new process begins from something else (an unseeded draw, a changed file)."
-        yield self.same("two fresh objects", before, fresh, other)
+        warm, cold = self._seeded(self.make), self._seeded(self.make)
+        before = self._seeded(outputs, self.call, warm)
+        fresh = self._seeded(outputs, self.call, self._seeded(self.make))
+        why = "Two fresh objects differ: a new process begins from something else (an unseeded draw, a changed file)."
+        yield self.same("two fresh objects", before, fresh, why)
         self.train(warm)
         self.train(cold)
-        later, first = self._call(warm), self._call(cold)
+        later, first = (self._seeded(outputs, self.call, x) for x in (warm, cold))
         if self.constant:
             why = "It changes with the training: it shares weights with what is trained."
             yield self.same("after training", before, later, why)
@@ -274,10 +254,6 @@ class FirstCall(Subject, name="first call"):
         stale = "After training the old value is given: what was cached at the first call is not made anew."
         yield self.same("called before and after training", first, later, stale)
 
-    def _make(self) -> Any:
+    def _seeded(self, act: Callable[..., Any], *given: Any) -> Any:
         with seeded(self.seed):
-            return self.make()
-
-    def _call(self, x: Any) -> Tensor:
-        with seeded(self.seed):
-            return outputs(self.call, x)
+            return act(*given)
