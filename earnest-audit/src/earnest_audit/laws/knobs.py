@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from typing import Any
 
@@ -169,7 +170,7 @@ def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> I
     for odd in (0, 1):
         turns = [(high, 1 / high)[(row + odd) % 2] for row in range(len(now))]
         batch = at_ratios(probe, probe.as_policy(base), turns, shared)[0]
-        yield probe.kept(f"ratios beside {value}, {odd}, {rows}", lambda made=batch: made)
+        yield probe.kept(f"ratios beside {value}, {odd}, {rows}", partial(dict, batch))
 
 
 def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
