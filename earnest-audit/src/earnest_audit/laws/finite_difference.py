@@ -41,8 +41,8 @@ ALONG, DROPOUT = "loss along its own gradient", "loss along its own gradient, dr
 SPENT = "not checked: the budget is spent"
 MEANING = (
     "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, detach), a "
-    "backward is hand-written and wrong, the code rounds on the way (a cast to 16 bits), or one of them is scaled. "
-    "Where a factor is detached by design (DFT, WPO), declare value_is_loss=False."
+    "backward is wrong, the code rounds on the way (a cast to 16 bits), or one of them is scaled. Where a factor is "
+    "detached by design (DFT, WPO), declare value_is_loss=False."
 )
 
 
@@ -59,10 +59,8 @@ def check(probe: Probe) -> Rows:
     step = probe.step
     LAW.needs(step.value_is_loss is not False, step.name, "stop-gradients by declaration")
     if not is_integral(step):
-        raise Ends(LAW.not_declared(
-            step.name, "value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
-            "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight),",
-        ))  # fmt: skip
+        what = "value_is_loss=True, False where factors are detached by design (REINFORCE, a teacher or a weight),"
+        raise Ends(LAW.not_declared(step.name, what))
     with probe.perturbed():
         exact = _exact(probe)
         if exact is None and probe.coarse:
@@ -130,8 +128,8 @@ def _with_dropout(probe: Probe) -> Rows:
         LAW.needs(own, DROPOUT, "not a matter of dropout", "It is off without, or the step is random.")
     yield _judged(
         DROPOUT, found,
-        "With dropout on, and only then, the gradient is not that of the loss: activation checkpointing draws another "
-        "mask when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
+        "With dropout on, and only then, the gradient is not the loss's: activation checkpointing draws another mask "
+        "when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
     )  # fmt: skip
 
 
