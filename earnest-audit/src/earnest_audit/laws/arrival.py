@@ -93,10 +93,10 @@ def _follow(probe: Probe, optimizer: torch.optim.Optimizer, handed: Mapping[str,
         shadow, wide = None, {}
     longest = REPEATS if sum(map(Tensor.numel, start.values())) <= LONG else REPEATS // 8
     for number in range(1, longest + 1):
-        _step(optimizer, probe, {id(mine[n]): g for n, g in handed.items()})
+        _step(probe, optimizer, mine, handed)
         try:
             if shadow is not None:
-                _step(shadow, probe, {id(wide[n]): g.float() for n, g in handed.items()})
+                _step(probe, shadow, wide, handed)
         except Exception:
             shadow = None
         if number <= 2:  # a master copy rounds to its parameter, and moves
@@ -139,11 +139,14 @@ def _wide(
     return shadow, wide
 
 
-def _step(optimizer: torch.optim.Optimizer, probe: Probe, gradients: Mapping[int, Tensor]) -> None:
+def _step(
+    probe: Probe, optimizer: torch.optim.Optimizer, mine: Mapping[str, nn.Parameter], handed: Mapping[str, Tensor]
+) -> None:
     """One update in which only these parameters have a gradient."""
     for p in (*probe.parameters.values(), *(q for group in optimizer.param_groups for q in group["params"])):
-        g = gradients.get(id(p))
-        p.grad = None if g is None else g.to(p.dtype).clone()
+        p.grad = None
+    for n, g in handed.items():
+        mine[n].grad = g.to(mine[n].dtype, copy=True)
     optimizer.step()
 
 
@@ -165,6 +168,6 @@ def _random(probe: Probe, optimizer: torch.optim.Optimizer, handed: Mapping[str,
         with probe.training(), seeded(seed):
             after_warmup(optimizer)
             for _ in range(4):
-                _step(optimizer, probe, {id(probe.parameters[n]): g for n, g in handed.items()})
+                _step(probe, optimizer, probe.parameters, handed)
             ends.append([probe.parameters[n].detach().clone() for n in handed])
     return not all(a.equal(b) for a, b in zip(*ends, strict=True))

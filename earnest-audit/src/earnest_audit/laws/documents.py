@@ -9,8 +9,7 @@ Needs: roles documents and ids; mask or labels where the batch has them; positio
 How: Ids and signals of every second document, of the others, and of both are changed; then only first tokens are
 supervised; then positions are counted from each document's start.
 Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
-a row (a balance loss) is declared with its weight, or rows_interact=True (of one row alone that means that the code
-takes no more).
+a row (a balance loss) is declared with its weight, or rows_interact=True, where there are several rows.
 Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613, GAE that runs on across packed documents
 """
 

@@ -124,12 +124,9 @@ def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:
     """A teacher whose probability is all on the token that the student finds least likely, in the teacher's form; so
     far away that even the thousandth root of its other probabilities is next to 0."""
     lowest = own.argmin(-1, keepdim=True)
+    low, high = (-4000.0, -1e-6) if edits.log_like(teacher) else (-2000.0, 2000.0)
     if edits.probability_like(teacher):
         low, high = 1e-12, 1.0
-    elif edits.log_like(teacher):
-        low, high = -4000.0, -1e-6
-    else:
-        low, high = -2000.0, 2000.0
     return torch.full_like(teacher, low).scatter(-1, lowest, high)
 
 

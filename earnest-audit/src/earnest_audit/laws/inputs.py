@@ -35,6 +35,8 @@ from earnest_audit.subjects.base import gap, largest
 TEXTS = ("ids", "chosen", "rejected")
 SHOWN = ("attention", "chosen_attention", "rejected_attention")
 FAR = 1e3  # times the largest value or return: no clip range reaches there
+HIDDEN = "Hiding tokens in {!r} leaves the gradient unchanged: the mask does not reach the model."
+IGNORED = "The gradient does not depend on {!r} at all: it is ignored, overwritten, or only used under a detach."
 
 
 def check(probe: Probe) -> Rows:
@@ -51,7 +53,8 @@ def check(probe: Probe) -> Rows:
         ignored = set()
         for role, changes in _edits(probe, base):
             key = step.roles[role]
-            row = probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
+            meaning = (HIDDEN if role in SHOWN else IGNORED).format(key)
+            row = probe.matters(f"input {role} ({key})", changes, meaning)
             ignored |= {role} if row.outcome == "fails" else set()
             yield row
         if {"values", "returns"} <= step.roles.keys() - ignored and "rewards" not in step.roles:
@@ -76,16 +79,6 @@ def _far_values(probe: Probe, base: edits.Batch) -> Rows:
             "Old values that are a thousand times too large do not matter: the smaller of the plain and the clipped "
             "value error counts. With that minimum, values that went the wrong way are never corrected.",
         )  # fmt: skip
-
-
-def _meaning(role: str, key: str) -> str:
-    """What it means that the edit of this role leaves the gradient unchanged."""
-    if role.endswith("attention"):
-        return f"Hiding tokens in {key!r} leaves the gradient unchanged: the mask does not reach the model."
-    return (
-        f"The gradient does not depend on {key!r} at all: it is ignored, overwritten, or only used under a detach. "
-        "What is trained is another objective."
-    )
 
 
 def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Change]]]:

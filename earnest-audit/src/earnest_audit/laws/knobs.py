@@ -188,9 +188,8 @@ def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Fi
     for mode in modes[1:]:
         with suppress(Exception):  # a mode may contradict another setting
             gradients[mode] = probe.gradient(base, {option: mode})
-    declared = probe.step.declared[option].twins
-    twins = declared | {(b, a) for a, b in declared}
-    pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
+    twins = probe.step.declared[option].twins
+    pairs = [(a, b) for a, b in combinations(gradients, 2) if twins.isdisjoint({(a, b), (b, a)})]
     same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.is_change(gradients[a].distance(gradients[b]))]
     if not pairs:
         return LAW.not_applicable(f"option {option}", "no other mode runs here")
