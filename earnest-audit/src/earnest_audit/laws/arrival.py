@@ -48,10 +48,7 @@ class Arrival:
 def arrival(probe: Probe, gradient: Gradient, still: list[str]) -> Arrival | None:
     """None where nothing of 16 bits is trained by the optimizer."""
     optimizer = probe.step.optimizer
-    if optimizer is None:
-        return None
-    handed = _handed(probe, gradient, still)
-    if not handed:
+    if optimizer is None or not (handed := _handed(probe, optimizer, gradient, still)):
         return None
     with probe.training():
         after_warmup(optimizer)
@@ -69,14 +66,12 @@ def after_warmup(optimizer: torch.optim.Optimizer) -> None:
             group["lr"] = planned
 
 
-def _handed(probe: Probe, gradient: Gradient, still: list[str]) -> dict[str, Tensor]:
+def _handed(probe: Probe, optimizer: torch.optim.Optimizer, gradient: Gradient, still: list[str]) -> dict[str, Tensor]:
     """The clipped gradient of what is followed: what stayed constant first, then parameters spread over the model."""
-    step = probe.step
-    assert step.optimizer is not None
-    owned = {id(p) for group in step.optimizer.param_groups for p in group["params"]}
+    owned = {id(p) for group in optimizer.param_groups for p in group["params"]}
     live = {n: g for n, g in gradient.parts.items() if g is not None and bool((g != 0).any())}
     mine = [n for n in live if is_coarse(probe.parameters[n]) and id(probe.parameters[n]) in owned]
-    factor = min(1.0, (step.max_grad_norm or math.inf) / max(gradient.norm(), 1e-300))
+    factor = min(1.0, (probe.step.max_grad_norm or math.inf) / max(gradient.norm(), 1e-300))
     chosen: dict[str, Tensor] = {}
     room = ENTRIES
     spread = [n for stride in range(7) for n in mine[stride::7]]
@@ -98,39 +93,30 @@ def _follow(probe: Probe, optimizer: torch.optim.Optimizer, handed: Mapping[str,
         shadow, wide = None, {}
     longest = REPEATS if sum(map(Tensor.numel, start.values())) <= LONG else REPEATS // 8
     for number in range(1, longest + 1):
-        _step(optimizer, probe, {id(mine[n]): g for n, g in handed.items()})
-        if shadow is not None:
-            try:
-                _step(shadow, probe, {id(wide[n]): g.float() for n, g in handed.items()})
-            except Exception:
-                shadow = None
-        if number == 1:
-            masters = _masters(optimizer, mine)
-        elif number == 2:
-            now = _masters(optimizer, mine)
-            found.masters = {n for n, m in masters.items() if n in now and not now[n].equal(m)}
+        _step(probe, optimizer, mine, handed)
+        try:
+            if shadow is not None:
+                _step(probe, shadow, wide, handed)
+        except Exception:
+            shadow = None
+        if number <= 2:  # a master copy rounds to its parameter, and moves
+            before, masters = masters, _masters(optimizer, mine)
+            found.masters = {n for n, m in masters.items() if n in before and not before[n].equal(m)}
         if number & (number - 1) == 0:  # 1, 2, 4, …
             found.steps = number
             found.moved = found.masters | {n for n, p in mine.items() if not p.detach().equal(start[n])}
-            rest = [n for n in mine if n not in found.masters]
-            found.share = _share(start, mine, wide, rest) if shadow is not None else None
+            rest = {n: p for n, p in start.items() if n not in found.masters}
+            found.share = None if shadow is None else _share(rest, mine, wide)
             if found.arrives and all(n in found.moved for n in still if n in mine):
                 break
     return found
 
 
-def _share(
-    start: Mapping[str, Tensor], mine: Mapping[str, Tensor], wide: Mapping[str, Tensor], names: list[str]
-) -> float | None:
-    along = length = 0.0
-    for n in names:
-        origin = start[n].double()
-        did, meant = mine[n].detach().double() - origin, wide[n].detach().double() - origin
-        along += float((did * meant).sum())
-        length += float(meant.square().sum())
-    if not names:
+def _share(start: Mapping[str, Tensor], mine: Mapping[str, Tensor], wide: Mapping[str, Tensor]) -> float | None:
+    if not start:
         return 1.0  # all of it is in master copies
-    return along / length if length > 0 else None
+    did, meant = (Gradient({n: t[n].detach().double() - p.double() for n, p in start.items()}) for t in (mine, wide))
+    return did.best_scale(meant) if meant.norm() > 0 else None
 
 
 def _wide(
@@ -145,20 +131,22 @@ def _wide(
     # Schedules put a `step` on the object that is bound to the original.
     inside = {k: v for k, v in vars(optimizer).items() if k != "step"}
     vars(shadow).update(copy.deepcopy(inside, memo))
-    narrow = {id(wide[n]): p for n, p in mine.items()}
-    for p, state in shadow.state.items():
-        if id(p) in narrow and isinstance(state, dict):
-            for key, value in state.items():
-                if type(value) is Tensor and value.dtype == narrow[id(p)].dtype and value.shape == p.shape:
-                    state[key] = value.float()
+    for n, p in mine.items():
+        state = shadow.state.get(wide[n], {})
+        for key, value in state.items():
+            if type(value) is Tensor and value.dtype == p.dtype and value.shape == p.shape:
+                state[key] = value.float()
     return shadow, wide
 
 
-def _step(optimizer: torch.optim.Optimizer, probe: Probe, gradients: Mapping[int, Tensor]) -> None:
+def _step(
+    probe: Probe, optimizer: torch.optim.Optimizer, mine: Mapping[str, nn.Parameter], handed: Mapping[str, Tensor]
+) -> None:
     """One update in which only these parameters have a gradient."""
     for p in (*probe.parameters.values(), *(q for group in optimizer.param_groups for q in group["params"])):
-        g = gradients.get(id(p))
-        p.grad = None if g is None else g.to(p.dtype).clone()
+        p.grad = None
+    for n, g in handed.items():
+        mine[n].grad = g.to(mine[n].dtype, copy=True)
     optimizer.step()
 
 
@@ -167,10 +155,9 @@ def _masters(optimizer: torch.optim.Optimizer, mine: Mapping[str, Tensor]) -> di
     wider = [t for t in held(optimizer) if t.is_floating_point() and not is_coarse(t)]
     found: dict[str, Tensor] = {}
     for n, p in mine.items():
-        for t in wider:
-            if t.shape == p.shape and t.device == p.device and t.to(p.dtype).equal(p.detach()):
-                found[n] = t.detach().clone()
-                break
+        copies = [t for t in wider if t.shape == p.shape and t.device == p.device and t.to(p.dtype).equal(p.detach())]
+        if copies:
+            found[n] = copies[0].detach().clone()
     return found
 
 
@@ -181,6 +168,6 @@ def _random(probe: Probe, optimizer: torch.optim.Optimizer, handed: Mapping[str,
         with probe.training(), seeded(seed):
             after_warmup(optimizer)
             for _ in range(4):
-                _step(optimizer, probe, {id(probe.parameters[n]): g for n, g in handed.items()})
+                _step(probe, optimizer, probe.parameters, handed)
             ends.append([probe.parameters[n].detach().clone() for n in handed])
     return not all(a.equal(b) for a, b in zip(*ends, strict=True))

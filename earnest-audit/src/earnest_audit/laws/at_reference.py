@@ -31,13 +31,11 @@ ROLES = (*edits.SAMPLERS, "reference")
 def check(probe: Probe) -> Rows:
     step = probe.step
     named = {m: k for m, k in step.weights.items() if probe.metrics[m].kind == "kl to the reference"}
-    if not named or step.logprobs is None:
-        missing = LAW.not_declared(SUBJECT, "logprobs=lambda model, batch: …")
-        yield missing if named else LAW.not_applicable(SUBJECT, "no term has a metric of the kind kl to the reference")
-        return
-    key, away = step.roles["reference"], probe.off_policy()
-    if probe.now().shape != away[key].shape:
-        raise Ends(LAW.not_applicable(SUBJECT, "other shapes than logprobs has"))
+    LAW.needs(named, SUBJECT, "no term has a metric of the kind kl to the reference")
+    if step.logprobs is None:
+        raise Ends(LAW.not_declared(SUBJECT, "logprobs=lambda model, batch: …"))
+    away = probe.off_policy()
+    LAW.needs(probe.now().shape == away[step.roles["reference"]].shape, SUBJECT, "other shapes than logprobs has")
     at, room = probe.as_policy(away, ("reference",)), max(probe.tolerance, 1e-3)
     for metric, knob in named.items():
         weight = float(step.knobs[knob]) or 1.0
@@ -48,8 +46,8 @@ def check(probe: Probe) -> Rows:
         yield LAW.finding(
             f"term {metric} at the reference", f"value {value:.2g}, own gradient {here:.2g} of the usual", "0 and 0",
             abs(value) <= room and here <= room,
-            f"Where the policy equals the reference, {metric} must be 0 and have a zero gradient. It does not: the "
-            "estimator's formula is off, or it is k1, whose gradient has no reference in it.",
+            f"Where the policy equals the reference, {metric} and its gradient must be 0: the estimator's formula is "
+            "off, or it is k1, whose gradient has no reference in it.",
         )  # fmt: skip
         if step.ratio_role in step.roles and "rewards" not in step.roles and here <= room:
             yield from _some_at(probe, metric, {knob: 2 * weight}, without.inputs)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws import shift
 from earnest_audit.laws.masks import WIDE
 from earnest_audit.measure import Reading
@@ -32,8 +32,7 @@ from earnest_audit.verdict import Finding
 def check(probe: Probe) -> Rows:
     step = probe.step
     names = [name for name, m in probe.metrics.items() if m.average]
-    if not names:
-        raise Ends(LAW.not_applicable("averages", "no metric that is known to be one"))
+    LAW.needs(names, "averages", "no metric that is known to be one")
     with probe.perturbed():
         here = probe.look()
         tokens = step.value("ids") is not None and edits.supervised(step) is not None
@@ -75,8 +74,8 @@ def _compare(
     return probe.fair(LAW.finding(
         f"averages, {subject}", "; ".join(off) or f"{len(names)} metrics stay", f"the same, within {relative:.1g}",
         not off,
-        "An average that changes with rows or padding is divided by something else than what it sums, or sums more "
-        "than what is supervised. One that changes with ids after the last label is taken at other positions.",
+        "An average that changes with rows or padding is not divided by what it sums over, or sums more than what is "
+        "supervised. One that changes with ids after the last label is taken at other positions.",
     ))  # fmt: skip
 
 

@@ -21,6 +21,7 @@ positive advantages), TRL #3032 (the clipped share of the wrong side)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,34 +35,29 @@ from earnest_audit.step import Step
 DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 MEANING = (
-    "Measured is these tokens' gradient relative to the one at ratio 1: the least one, or past the bound that their "
-    "advantage rewards the largest. A bound is wrong on one side, or minimum and maximum are swapped; or the ratio is "
-    "of other log-probs than the declared ones (a temperature, a shift); or advantages are clamped, or one sign is "
-    "dropped. (For a threshold that removes whole rows declare drops_tokens=True.)"
+    "(Relative to the gradient at ratio 1.) A bound is wrong on one side, or minimum and maximum are swapped; the "
+    "ratio is of other log-probs than the declared ones (a temperature, a shift); or advantages are clamped, or one "
+    "sign is dropped. (For a threshold that removes whole rows declare drops_tokens=True.)"
 )
 PRODUCT = 0.75  # the power of one token's ratio in the others' weights: 1 in a product, 1/n in a mean, 0 of tokens
-Pulls = tuple[float, float, float]
-"""Gradient weights of tokens relative to those at ratio 1: the least inside the range, the largest where the ratio is
-past the bound in the rewarded direction, the least where it is past the other bound."""
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    low, high = clip_range(probe)
+    epsilon = {step.kinds[n]: v for n in reversed(step.clips) if 0 < (v := step.numbers[n]) < 1}
+    low, high = epsilon.get("clip"), epsilon.get("clip high", epsilon.get("clip"))  # below and above
     if not step.knobs:
         raise Ends(LAW.not_declared("clip", 'settings={name: Setting(value, "clip")}, if the loss clips the ratio,'))
     if low is None or high is None:
         raise Ends(LAW.not_applicable("clip", "no setting is a clip with a value below 1"))
     if step.logprobs is None:
         raise Ends(LAW.not_declared("clip", "logprobs=lambda model, batch: …"))
-    if step.rows_interact:
-        raise Ends(LAW.not_applicable("clip", "rows interact by declaration: a row's sign in the loss is not known"))
+    LAW.needs(not step.rows_interact, "clip", "rows interact by declaration: a row's sign in the loss is not known")
     up, down = 1 + 1.5 * high, max(1 - 1.5 * low, (1 - low) / 2)
     cases = [(1 + high / 2, +1), (1 - low / 2, -1), (up, +1), (down, -1), (up, -1), (down, +1)]
     inside, done, undone = _pulls(probe, cases)
     right = inside > INSIDE and done < DONE and undone > UNDONE
-    if step.drops_tokens and not right:
-        raise Ends(LAW.not_applicable("clip", "tokens are dropped by declaration"))
+    LAW.needs(right or not step.drops_tokens, "clip", "tokens are dropped by declaration")
     for subject, measured, expected, holds in (
         ("inside the clip range", inside, "every token has a gradient", inside > INSIDE),
         ("outside, already done", done, "a smaller gradient than inside", done < DONE),
@@ -71,30 +67,18 @@ def check(probe: Probe) -> Rows:
     names = [n for n, m in probe.metrics.items() if m.kind == "clipped share"]
     if names and right and "advantages" in step.roles:
         key, base = step.roles["advantages"], on_policy(probe)
-        batch, _ = _at_ratios(probe, base, [up] * len(base[key]), None)  # lower log-probs are always possible
+        batch, _ = at_ratios(probe, base, [up] * len(base[key]), None)  # lower log-probs are always possible
         shown = probe.look({**batch, key: base[key].abs()}).metrics
         zero = [name for name in names if shown[name] <= 0]
         why = " is 0 where no token has a gradient: it counts another side, or looks at the clipped ratio."
         yield LAW.none("clip: every token's is outside, already done", zero, f"{len(zero)} clipped shares are 0", why)
 
 
-def _right(pulls: Pulls) -> bool:
-    return pulls[0] > INSIDE and pulls[1] < DONE and pulls[2] > UNDONE
-
-
-def clip_range(probe: Probe) -> tuple[float | None, float | None]:
-    """(ε below, ε above)."""
-    step = probe.step
-    inside = [(step.kinds[n], v) for n in step.clips if 0 < (v := step.numbers[n]) < 1]
-    low, high = (next((v for k, v in inside if k == kind), None) for kind in ("clip", "clip high"))
-    return low, high or low
-
-
 def _weights(probe: Probe, batch: edits.Batch) -> Tensor | None:
     return token_weights(probe.slopes(edits.SAMPLERS, batch, probe.quiet).inputs)
 
 
-def _column(values: list[int], like: Tensor) -> Tensor:
+def _column(values: Sequence[float], like: Tensor) -> Tensor:
     return like.new_tensor(values).reshape(-1, *[1] * (like.ndim - 1))
 
 
@@ -117,11 +101,10 @@ def _usual(probe: Probe) -> tuple[edits.Batch, Tensor | None]:
     return {**base, given: a.abs() * _column(signs, a)}, usual.abs() * _column(signs, usual)
 
 
-def _is_product(probe: Probe) -> bool:
+def _is_product(probe: Probe, usual: Tensor) -> bool:
     """Whether the ratio is the product over a row: where the first token of every row moves, inside the range, the
     others' weights change as its ratio does."""
-    base, by, usual = on_policy(probe), math.log(reach(probe)), token_weights(at_one(probe).inputs)
-    assert usual is not None
+    base, by = on_policy(probe), math.log(reach(probe))
     first = (usual != 0).flatten(1).int().argmax(1, keepdim=True)
     step = torch.zeros_like(usual).flatten(1).scatter(1, first, by).reshape(usual.shape)
     slope = _weights(probe, {**base, **{k: base[k] - step for k in _samplers(probe)}})
@@ -133,44 +116,43 @@ def _samplers(probe: Probe) -> list[str]:
     return [probe.step.roles[r] for r in edits.SAMPLERS if r in probe.step.roles]
 
 
-def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> Pulls:
-    """By turns, every row at the ratios of the cases of its own sign."""
-    (base, usual), found = _usual(probe), dict[int, float]()
+def _pulls(probe: Probe, cases: list[tuple[float, int]]) -> tuple[float, float, float]:
+    """Tokens' gradient weights relative to those at ratio 1: the least inside the range, the largest past the bound in
+    the rewarded direction, the least past the other bound. By turns, every row is at the ratios of its own sign."""
+    base, usual = _usual(probe)
     if usual is None:
         return 0.0, 0.0, 0.0
-    product, positive = _is_product(probe), (usual.flatten(1).sum(-1) > 0).tolist()
+    product, positive = _is_product(probe, usual), (usual.flatten(1).sum(-1) > 0).tolist()
     own = {up: [c for c, (_, sign) in enumerate(cases) if (sign > 0) == up] for up in (True, False)}
+    found: list[list[float]] = [[] for _ in cases]
     for turn in range(3):
-        if len(found) == len(cases):
-            break
         chosen = [own[up][(row + turn) % 3] for row, up in enumerate(positive)]
-        batch, possible = _at_ratios(probe, base, [cases[c][0] for c in chosen], usual if product else None)
+        batch, possible = at_ratios(probe, base, [cases[c][0] for c in chosen], usual if product else None)
         slope = _weights(probe, batch)
         sign = _column([cases[c][1] for c in chosen], usual)
         asked = possible & (usual * sign > 0)
         sums = [0.0 * usual if w is None else w.abs() * asked for w in (usual, slope)]
         for case, whole, got in zip(chosen, *(w.flatten(1).sum(-1).tolist() for w in sums), strict=True):
             if whole > 0:
-                share = got / (whole * cases[case][0])
-                found[case] = (max if case in (2, 3) else min)(found.get(case, share), share)
-    inside, done, undone = ([found[c] for c in pair if c in found] for pair in ((0, 1), (2, 3), (4, 5)))
-    if not (inside and done and undone):
-        raise Ends(LAW.not_applicable("clip", "no row has a gradient for every side of the clip"))
+                found[case].append(got / (whole * cases[case][0]))
+        if all(found):
+            break
+    inside, done, undone = (found[c] + found[c + 1] for c in (0, 2, 4))
+    LAW.needs(inside and done and undone, "clip", "no row has a gradient for every side of the clip")
     return min(inside), max(done), min(undone)
 
 
-def _at_ratios(
+def at_ratios(
     probe: Probe, base: edits.Batch, ratios: list[float], shared: Tensor | None
 ) -> tuple[edits.Batch, Tensor]:
     """Every row at its ratio (``shared``: the product over the row's tokens that weigh here is), and where that is
     possible: a log-prob cannot be above 0. The sampler's log-probs change with the trainer's, so that the gap between
     the two stays 0."""
-    step = probe.step
-    behaviour: Tensor = base[step.roles[step.ratio_role]]
-    shape = (-1, *[1] * (behaviour.ndim - 1))
-    count = 1 if shared is None else (shared != 0).reshape(len(shared), -1).sum(-1).clamp(min=1).reshape(shape)
-    logs = torch.tensor(ratios, dtype=behaviour.dtype, device=behaviour.device).reshape(shape).log()
-    moved = behaviour - logs / count
+    behaviour: Tensor = base[probe.step.roles[probe.step.ratio_role]]
+    count = _column([1], behaviour)
+    if shared is not None:
+        count = _column((shared != 0).reshape(len(shared), -1).sum(-1).clamp(min=1).tolist(), behaviour)
+    moved = behaviour - _column(ratios, behaviour).log() / count
     possible = moved < -1e-6
     return {**base, **dict.fromkeys(_samplers(probe), torch.where(possible, moved, behaviour))}, possible
 

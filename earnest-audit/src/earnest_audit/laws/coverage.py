@@ -2,9 +2,9 @@
 
 Needs: roles mask or labels; ids and tokenizer to show the span
 How: At each module's output that is nearest to the loss and has the rows, as many positions of a row have a gradient as
-tokens of it are supervised, apart from a first one that nothing predicts. The step as it is decides wherever such an
-output shows it. Where none does, the declared terms at 0 decide (a term may be taken on other tokens); where none does
-then (a fused loss), some tokens are supervised alone, and the row is "a sample of supervised positions".
+tokens of it are supervised, apart from a first one that nothing predicts. Where no output shows that, the declared
+terms are set to 0 (a term may be taken on other tokens); where none does then (a fused loss), some tokens are
+supervised alone, and the row is "a sample of supervised positions".
 Exceptions: A clipped token has a zero gradient by design, so it needs one in one of several states: the opposite
 advantages (or rewards), wide bounds, ratio 1; for a critic, returns far above and below. Rows and tokens of weight or
 advantage 0 are left out, and rows without any gradient. A loss that drops tokens on purpose declares drops_tokens=True.
@@ -39,10 +39,10 @@ WHY += "for padding. If the loss leaves out tokens or rows on purpose, declare d
 def check(probe: Probe) -> Rows:
     step = probe.step
     on = edits.supervised(step)
-    if on is None and step.kind == "preference":
-        return  # what is not in an answer's gradient, laws IG and MI see
     if on is None:
-        raise Ends(LAW.not_declared("supervised positions", 'roles={"mask": …} or {"labels": …}'))
+        if step.kind != "preference":  # what is not in an answer's gradient, laws IG and MI see
+            yield LAW.not_declared("supervised positions", 'roles={"mask": …} or {"labels": …}')
+        return
     on = on if on.ndim == 2 else on.flatten(2).any(-1) if on.ndim > 2 else on[:, None]
     share = _share(step.value("attention"), on)
     ids = step.value("ids")
@@ -57,7 +57,7 @@ def check(probe: Probe) -> Rows:
         "Everything is supervised. Declare all_supervised=True if the prompts are meant to be, or False if not."
         if unknown
         else "Nothing is supervised, or everything is, the prompt included: the chat template marks no assistant span. "
-        "Where all tokens are meant to be supervised (pre-training), declare all_supervised=True.",
+        "Where prompts are meant to be supervised (pre-training), declare all_supervised=True.",
     )  # fmt: skip
     if share > 0:
         yield _every_position(probe, on)
@@ -172,13 +172,12 @@ def _by_trial(probe: Probe, sure: Tensor, aside: str) -> Finding:
         return LAW.not_applicable(POSITIONS, ("one token alone leaves rows without any" if count else NONE) + aside)
     both = [b for b in (dict(step.batch), edits.opposite(step, step.batch)) if b is not None]
     width = max(step.batch[step.roles[r]].shape[1] for r in ("mask", "labels") if r in step.roles)
-    rows = [(row, (sure[row].nonzero()[:, 0] - sure.shape[1]).tolist()) for row in sure.any(-1).nonzero()[:ROWS, 0]]
-    samples = [("first", *rows[0], 0), *(("last", row, places, -1) for row, places in rows)]
+    ends = [(row, sure[row].nonzero()[:, 0] - sure.shape[1]) for row in sure.any(-1).nonzero()[:ROWS, 0].tolist()]
+    samples = [("first", ends[0][0], ends[0][1][0]), *(("last", row, places[-1]) for row, places in ends)]
     found: dict[str, bool] = {}
-    samples = samples if probe.afford(2 * len(samples), keep=9.0) else samples[:1]  # the rest is for later laws
-    for what, row, places, end in samples:
+    for what, row, place in samples if probe.afford(2 * len(samples), keep=9.0) else samples[:1]:  # for later laws
         keep = sure.new_zeros(len(sure), width)
-        keep[row, places[end]] = True  # from the right, where all masks are aligned
+        keep[row, place] = True  # from the right, where all masks are aligned
         with probe.may_refuse(POSITIONS, "one token alone cannot be run"):
             lengths = (probe.gradient(edits.only(step, batch, keep)).norm() for batch in both)
             found[f"the {what} one of row {row}"] = any(0 < length < math.inf for length in lengths)

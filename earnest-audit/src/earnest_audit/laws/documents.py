@@ -9,8 +9,7 @@ Needs: roles documents and ids; mask or labels where the batch has them; positio
 How: Ids and signals of every second document, of the others, and of both are changed; then only first tokens are
 supervised; then positions are counted from each document's start.
 Exceptions: A first token that all documents share (BOS after EOS) may be supervised. A term that couples the tokens of
-a row (a balance loss) is declared with its weight, or rows_interact=True (of one row alone that means that the code
-takes no more).
+a row (a balance loss) is declared with its weight, or rows_interact=True, where there are several rows.
 Detects: TRL #4170, torchtitan #4075, nanoVLM #201, torchtune #2613, GAE that runs on across packed documents
 """
 
@@ -50,8 +49,7 @@ def _again(probe: Probe, begins: Tensor) -> Rows:
     again = positions - positions.gather(-1, starts) + positions[:, :1]
     yield probe.same(
         AGAIN, probe.change({**probe.step.batch, probe.step.roles["positions"]: again}),
-        "A document has another gradient where its positions begin again: in the batch they run on from the document "
-        "before it, and the model reads them as absolute positions.",
+        "Positions run on from the document before, and the model reads them as absolute: let them begin again.",
         what="counted from each document's start, they moved the gradient by {}",
     )  # fmt: skip
 
@@ -81,9 +79,8 @@ def _additive(probe: Probe, begins: Tensor, ids: Tensor, on: Tensor | None) -> R
     left = whole.minus(first).minus(second.minus(both)).norm() / max(g.norm() for g in (whole, first, second, both))
     yield probe.same(
         PACKED, left,
-        "What changes in one document depends on another one of its row: attention ignores the packing, labels are "
-        "shifted over the whole row, a mean is taken over it, or returns do not stop where a document ends. (Whitened "
-        "over the batch on purpose: rows_interact=True.)",
+        "One document depends on another of its row: attention ignores the packing, labels are shifted or a mean is "
+        "taken over the whole row, or returns run on. (Whitened over the batch on purpose: rows_interact=True.)",
         rows=True, what=f"{', '.join(['ids', *signals])} of one move the others' part by {{}} of the gradient",
     )  # fmt: skip
 
@@ -106,8 +103,8 @@ def _first(probe: Probe, begins: Tensor, on: Tensor) -> Rows:
     left = there.norm() / max(probe.gradient().norm(), 1e-300) if there.finite() else 0.0  # 0/0: nothing is left
     yield probe.vanishes(
         FIRST, left,
-        f"The first tokens of {int(keep.sum())} packed documents are predicted from the end of another document: set "
-        f"their labels to {step.ignore_index}, as collators for packed rows do.",
+        f"{int(keep.sum())} first tokens of documents are predicted from the end of another document: set their labels "
+        f"to {step.ignore_index}, as collators for packed rows do.",
     )  # fmt: skip
 
 

@@ -6,8 +6,7 @@ Needs: value_is_loss=True for policy gradients and self-distillation; SFT, diver
 preferences are taken to be so
 How: Central differences along the gradient, from a perturbed, off-policy state, in a float64 copy of the model where
 one can be run, at several step lengths; the best one counts (a clip has corners). Then each term whose weight is
-declared, at a thousand times its weight; then with dropout on, every evaluation from one seed, so that all draw the
-same masks.
+declared, at a thousand times its weight; then with dropout on, where one seed draws the same masks each time.
 Exceptions: Fails by design for stop-gradient objectives (REINFORCE surrogates, CISPO, DFT, WPO), for adapters with a
 detached factor (DoRA's norm) and for straight-through gradients: they declare value_is_loss=False. So may a loss over
 the student's own top k, which jumps. A loss that casts to 16 bits on the way fails; where its modules do (autocast), it
@@ -30,7 +29,6 @@ from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.limits import NEAR, STRONG
 from earnest_audit.probe import Probe
 from earnest_audit.restore import with_dropout
-from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
 # Lengths of a step, of the parameters' norm: a clip has corners and a sum has rounding. In float64 only short ones: one
@@ -41,28 +39,19 @@ ALONG, DROPOUT = "loss along its own gradient", "loss along its own gradient, dr
 SPENT = "not checked: the budget is spent"
 MEANING = (
     "The value that is reported is not what the gradient descends: a part of it has no gradient (no_grad, detach), a "
-    "backward is hand-written and wrong, the code rounds on the way (a cast to 16 bits), or one of them is scaled. "
-    "Where a factor is detached by design (DFT, WPO), declare value_is_loss=False."
+    "backward is wrong, the code rounds on the way (a cast to 16 bits), or one of them is scaled. Where a factor is "
+    "detached by design (DFT, WPO), declare value_is_loss=False."
 )
-
-
-def is_integral(step: Step) -> bool | None:
-    """Whether the value is the integral of the gradient; None where that is not known. A divergence whose teacher is no
-    input has it made in the step, under a detach as a rule."""
-    if step.value_is_loss is not None:
-        return step.value_is_loss
-    given = step.kind in ("preference", "sft") or (step.kind == "divergence" and "teacher" in step.roles)
-    return True if given else None
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
     LAW.needs(step.value_is_loss is not False, step.name, "stop-gradients by declaration")
-    if not is_integral(step):
-        raise Ends(LAW.not_declared(
-            step.name, "value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
-            "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight),",
-        ))  # fmt: skip
+    # A divergence whose teacher is no input has it made in the step, under a detach as a rule.
+    given = step.kind in ("preference", "sft") or (step.kind == "divergence" and "teacher" in step.roles)
+    if not (given or step.value_is_loss):
+        what = "value_is_loss=True, or False where factors are detached by design (REINFORCE, a teacher, a weight),"
+        raise Ends(LAW.not_declared(step.name, what))
     with probe.perturbed():
         exact = _exact(probe)
         if exact is None and probe.coarse:
@@ -130,8 +119,8 @@ def _with_dropout(probe: Probe) -> Rows:
         LAW.needs(own, DROPOUT, "not a matter of dropout", "It is off without, or the step is random.")
     yield _judged(
         DROPOUT, found,
-        "With dropout on, and only then, the gradient is not that of the loss: activation checkpointing draws another "
-        "mask when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
+        "With dropout on, and only then, the gradient is not the loss's: activation checkpointing draws another mask "
+        "when it runs the forward again (preserve_rng_state=False), or a hand-written backward does.",
     )  # fmt: skip
 
 

@@ -57,16 +57,14 @@ def check(probe: Probe) -> Rows:
         yield LAW.not_declared(IDENTICAL, missing) if missing else LAW.finding(
             IDENTICAL, f"cost {loss:.2g} (usually {scale:.2g}), {', '.join(map(str, found))}",
             "0 (or the teacher's entropy) and 0", size <= room and least,
-            "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are mixed in "
-            "place of probabilities, supports differ, a temperature is applied to one side only, or another term is in "
-            "the loss: declare its weight, Metric(weight=setting), or Setting(value, pure=…) where a setting mixes the "
-            "two.",
+            "A student that equals its teacher has a gradient: mixture weights are swapped, log-probs are mixed, not "
+            "probabilities, supports or temperatures differ; or another term is in the loss: declare its weight, "
+            "Metric(weight=setting), or Setting(value, pure=…) where a setting mixes the two.",
         )  # fmt: skip
     size = found[0].usual.norm() if found else 0.0
     yield LAW.finding(
         "different distributions", f"cost {probe.read(base).loss:.2g}, gradient {size:.2g}", "not 0", size > 0,
-        "The divergence is 0 for different distributions: its mixture is the student itself (α = 0 not "
-        "special-cased), or a softmax runs over an axis of length 1.",
+        "The divergence is always 0: its mixture is the student itself (α = 0), or a softmax has an axis of length 1.",
     )  # fmt: skip
     if found:
         yield from _weights_swapped(probe, found[0].part, key, own)
@@ -90,17 +88,15 @@ def _direction(probe: Probe, part: Part, key: str) -> Rows:
             f"option {option}: {name} is a {kind}",
             f"cosine {here:.2f} to ∇NLL of a certain teacher's token, the other modes up to {max(others):.2f}",
             here - max(others) if kind == "forward kl" else max(others) - here,
-            "A forward KL is KL(teacher ‖ student), which for a certain teacher is its token's likelihood: of all "
-            f"modes it is the nearest to that. Here {name} is not where a {kind} is: forward and reverse are swapped, "
-            "or the arguments of a KL function are.", -CLEAR,
+            f"Of all modes a forward KL(teacher ‖ student) is the nearest to a certain teacher's likelihood. {name} is "
+            f"not where a {kind} is: forward and reverse, or the arguments of a KL function, are swapped.", -CLEAR,
         )  # fmt: skip
         yield LAW.doubtful(row) if option in step.guesses else row
 
 
 def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
-    """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends. If it is several times
-    larger near both ends than in the middle, its outer weights are swapped against its mixture's; other divergences
-    with a setting of that name rise or fall from one end to the other."""
+    """A generalised Jensen–Shannon divergence is concave in its weight and 0 at both ends; with swapped outer weights
+    it is several times larger near both. Other divergences rise or fall from one end to the other."""
     step = probe.step
     teacher: Tensor = step.batch[key]
     found = [k for k, v in step.numbers.items() if step.kinds.get(k) == "mixture" and 0 < v < 1]
@@ -119,9 +115,8 @@ def _weights_swapped(probe: Probe, part: Part, key: str, own: Tensor) -> Rows:
         f"a mixture's weight {knob}",
         f"{low:.2g}, {middle:.2g} and {high:.2g} near 0, at ½ and near 1, for a teacher far away",
         "never below 0, and not larger near both ends", not negative and not turned,
-        "A generalised Jensen–Shannon divergence is never negative, is largest at ½ and fades towards both ends of its "
-        "weight. This one is not: the mixture's weights are swapped against the outer ones, or one of its halves has "
-        "a wrong sign or another normaliser.",
+        "A generalised Jensen–Shannon divergence is never negative and largest at ½: here the mixture's weights are "
+        "swapped against the outer ones, or one of its halves has a wrong sign or another normaliser.",
     )  # fmt: skip
 
 
@@ -129,12 +124,9 @@ def opposite_teacher(teacher: Tensor, own: Tensor) -> Tensor:
     """A teacher whose probability is all on the token that the student finds least likely, in the teacher's form; so
     far away that even the thousandth root of its other probabilities is next to 0."""
     lowest = own.argmin(-1, keepdim=True)
+    low, high = (-4000.0, -1e-6) if edits.log_like(teacher) else (-2000.0, 2000.0)
     if edits.probability_like(teacher):
         low, high = 1e-12, 1.0
-    elif edits.log_like(teacher):
-        low, high = -4000.0, -1e-6
-    else:
-        low, high = -2000.0, 2000.0
     return torch.full_like(teacher, low).scatter(-1, lowest, high)
 
 

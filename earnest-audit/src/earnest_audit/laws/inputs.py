@@ -5,13 +5,11 @@ max((v - R)², (clipped v - R)²) depends on old values that are far from every 
 
 Needs: roles; reference=… for the reference policy
 How: Each input is changed, from a perturbed, off-policy state; the gradient must change. Signals and labels are changed
-where the loss is taken. Of ids, first only tokens without a loss are changed that supervised ones follow (a prompt),
-then all. Tensors without a role that the loss never reads are listed.
+where the loss is taken. Tensors without a role that the loss never reads are listed.
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
-Warns: (rows "context in …" and "never read: …") a model that reads no earlier token, a prompt that the loss reads from
-another tensor, or a tensor that is in the batch for something else.
+Warns: (rows "never read: …") a tensor that is in the batch for something else.
 Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534, openai/baselines #765
 (a clipped value loss that takes the smaller error)
 """
@@ -21,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +35,8 @@ from earnest_audit.subjects.base import gap, largest
 TEXTS = ("ids", "chosen", "rejected")
 SHOWN = ("attention", "chosen_attention", "rejected_attention")
 FAR = 1e3  # times the largest value or return: no clip range reaches there
+HIDDEN = "Hiding tokens in {!r} leaves the gradient unchanged: the mask does not reach the model."
+IGNORED = "The gradient does not depend on {!r} at all: it is ignored, overwritten, or only used under a detach."
 
 
 def check(probe: Probe) -> Rows:
@@ -48,17 +47,16 @@ def check(probe: Probe) -> Rows:
         if not probe.gradient(base).finite():
             raise Ends(LAW.finding(
                 "every input", "not finite off-policy", "finite", False,
-                "The gradient is finite on the given batch, and NaN or infinite once the policy differs a little from "
-                "the behaviour and the reference, as it does in training: a root, a logarithm or a division by 0.",
+                "The gradient is NaN or infinite once the policy differs a little from the behaviour and the "
+                "reference, as it does in training: a root, a logarithm or a division by 0.",
             ))  # fmt: skip
         ignored = set()
         for role, changes in _edits(probe, base):
             key = step.roles[role]
-            row = probe.matters(f"input {role} ({key})", changes, _meaning(role, key))
+            meaning = (HIDDEN if role in SHOWN else IGNORED).format(key)
+            row = probe.matters(f"input {role} ({key})", changes, meaning)
             ignored |= {role} if row.outcome == "fails" else set()
             yield row
-        for role in (r for r in TEXTS if r in step.roles):
-            yield from _text(probe, base, role)
         if {"values", "returns"} <= step.roles.keys() - ignored and "rewards" not in step.roles:
             yield from _far_values(probe, base)
     yield from _never_read(probe)
@@ -78,20 +76,9 @@ def _far_values(probe: Probe, base: edits.Batch) -> Rows:
         yield LAW.finding(
             f"input values ({key}), far away", f"the loss is {one:.4g} with one set, {two:.4g} with another",
             "not the same", abs(two - one) > 4 * probe.noise() * abs(one),
-            "Old values that are a thousand times too large do not matter, so of the plain and the clipped value error "
-            "the smaller one counts: a pessimistic clip takes the maximum. With the minimum, values that went the "
-            "wrong way are never corrected.",
+            "Old values that are a thousand times too large do not matter: the smaller of the plain and the clipped "
+            "value error counts. With that minimum, values that went the wrong way are never corrected.",
         )  # fmt: skip
-
-
-def _meaning(role: str, key: str) -> str:
-    """What it means that the edit of this role leaves the gradient unchanged."""
-    if role.endswith("attention"):
-        return f"Hiding tokens in {key!r} leaves the gradient unchanged: the mask does not reach the model."
-    return (
-        f"The gradient does not depend on {key!r} at all: the value is ignored, overwritten, or only used under a "
-        "detach. What is trained is another objective than the one that reads it."
-    )
 
 
 def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Change]]]:
@@ -102,48 +89,45 @@ def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Chan
     if "correct" in step.roles:
         yield "correct", _flips(probe, base)
     for role in (r for r in ("mask", "chosen_mask", "rejected_mask") if r in step.roles):
-        yield role, _one(probe, base, _thinner(probe, base, role, 0))
+        yield role, _one(probe, base, role, _thinner(base[step.roles[role]], 0))
     if "labels" in step.roles:
         yield "labels", _labels(probe, base)
-    if (other := _other_positions(probe, base)) is not None:
-        yield "positions", _one(probe, base, other)
+    positions = step.value("positions")
+    if positions is not None and positions.ndim > 1 and not positions.equal(positions.flip(-1)):
+        yield "positions", _one(probe, base, "positions", positions.flip(-1))  # legal, and no distance stays
     for role in (r for r in SHOWN if r in step.roles):
         mask = step.batch[step.roles[role]]
         if mask.ndim == 2 and bool(((mask != 0).sum(-1) > 1).any()):  # of one token a row, none can be hidden
-            yield role, _hidden(probe, base, step.roles[role])
+            yield role, _hidden(probe, base, role)
+    for role in (r for r in TEXTS if r in step.roles):
+        ids: Tensor = base[step.roles[role]]
+        if ids.ndim == 2:  # rows of one prompt have equal tokens in one place: drawn from the whole batch
+            order = torch.randperm(ids.numel(), generator=edits.generator(step, 55)).to(ids.device)
+            yield role, _one(probe, base, role, ids.flatten()[order].reshape(ids.shape))
 
 
-def _one(probe: Probe, base: edits.Batch, edited: edits.Batch, how: str = "") -> Iterator[Change]:
-    yield probe.change(edited, base), how
+def _one(probe: Probe, base: edits.Batch, role: str, value: Tensor, how: str = "") -> Iterator[Change]:
+    yield probe.change({**base, probe.step.roles[role]: value}, base), how
 
 
 def _values(probe: Probe, base: edits.Batch, role: str, salt: int) -> Iterator[Change]:
     """Other values: usual ones (integers have few, and some have no effect: several tries), then with zero weights set
     to 1 (a KL of weight 0 reads no reference), then extreme ones (a hinge depends on its reference only beyond its
-    corner)."""
-    step, change = probe.step, 0.0
-    for again in range(1 if base[step.roles[role]].is_floating_point() else 4):
-        other = edits.perturb(step, base, role, edits.generator(step, salt + 1000 * again))
-        change = max(change, probe.change(other, base))
-        yield change, ""
+    corner, a clipped value on the old one beyond the clip)."""
+    step, key = probe.step, probe.step.roles[role]
+    tries = range(1 if base[key].is_floating_point() else 4)
+    usual = [edits.perturb(step, base, role, edits.generator(step, salt + 1000 * again)) for again in tries]
+    yield from ((probe.change(other, base), "") for other in usual)
     if on := {k: 1.0 for k in step.terms_off if not step.knobs[k]}:
-        other = edits.perturb(step, base, role, edits.generator(step, salt))
-        change = probe.change(other, base, on)
-        yield change, f", at {' and '.join(f'{k} = 1' for k in on)} (it is 0)"
-    if role in ("values", "returns"):  # beyond the clip range of a critic
-        key = step.roles[role]
-        other = edits.perturb(step, base, role, edits.generator(step, salt))
-        beyond = base[key] + FAR * (other[key] - base[key])
-        yield probe.change({**base, key: beyond.to(base[key].dtype)}, base), ", far away"
+        yield probe.change(usual[0], base, on), f", at {' and '.join(f'{k} = 1' for k in on)} (it is 0)"
+    far_away = ", far away"
+    if role in ("values", "returns"):
+        beyond = base[key] + FAR * (usual[0][key] - base[key])
+        yield from _one(probe, base, role, beyond.to(base[key].dtype), far_away)
     if role not in edits.LOGPROBS:
-        yield change, ""
         return
     # Much less likely rows and almost certain ones; then the same where all other references are extreme, too.
-    far_away = ", far away"
-    change = 0.0
-    for odd in (0, 1):
-        change = max(change, probe.change(far(step, base, [role], 30.0, odd), base))
-        yield change, far_away
+    yield from ((probe.change(far(step, base, [role], 30.0, odd), base), far_away) for odd in (0, 1))
     if others := [r for r in edits.LOGPROBS if r in step.roles and r != role]:
         away = probe.kept(f"all but {role} far away", lambda: far(step, base, others, 300.0))
         if probe.gradient(away).finite():
@@ -167,115 +151,40 @@ def far(step: Step, base: edits.Batch, roles: Sequence[str], factor: float, odd:
 def _flips(probe: Probe, base: edits.Batch) -> Iterator[Change]:
     """One row's value is flipped: p(1-p) may not change with a single flip, and a flip may leave nothing to train on,
     which the step may refuse."""
-    key, change = probe.step.roles["correct"], 0.0
     for row in range(min(probe.step.rows, 4)):
-        value = base[key].clone()
-        value[row] = 1 - value[row] if value.dtype != torch.bool else ~value[row]
+        value = base[probe.step.roles["correct"]].clone()
+        value[row] = value[row] == 0
         with suppress(Exception):
-            change = max(change, probe.change({**base, key: value}, base))
-        yield change, ""
+            yield from _one(probe, base, "correct", value)
 
 
-def _thinner(probe: Probe, batch: edits.Batch, role: str, off: int) -> edits.Batch:
-    """Every second supervised token of a row is ``off``; of the batch, where no row has two. Never all of them."""
-    key = probe.step.roles[role]
-    return {**batch, key: torch.where(_every_second(batch[key] != off), torch.full_like(batch[key], off), batch[key])}
-
-
-def _every_second(on: Tensor) -> Tensor:
-    places = on.nonzero()
-    row = places[:, 0]
-    first = torch.searchsorted(row.contiguous(), row.contiguous())
-    within = places[(torch.arange(len(places), device=row.device) - first) % 2 == 1]
-    drop = within if len(within) else places[1::2] if len(places) > 1 else places
-    dropped = torch.zeros_like(on)
-    dropped[tuple(drop.T)] = True
-    return dropped
+def _thinner(old: Tensor, off: int) -> Tensor:
+    """Every second supervised token of a row is ``off``; of the batch, where no row has two; or the only one."""
+    rows = (old != off).reshape(len(old), -1)
+    second = (on & (on.cumsum(-1) % 2 == 0) for on in (rows, rows.flatten()))
+    dropped = next((places for places in second if bool(places.any())), rows)
+    return old.masked_fill(dropped.reshape(old.shape), off)
 
 
 def _labels(probe: Probe, base: edits.Batch) -> Iterator[Change]:
     """Other targets; or fewer of them, where labels only mark positions and the ids are the targets."""
-    key = probe.step.roles["labels"]
-    labels = base[key]
+    labels: Tensor = base[probe.step.roles["labels"]]
     rolled = labels.roll(1, dims=0) if labels.shape[0] > 1 else labels.roll(1, dims=-1)
-    yield from _one(probe, base, {**base, key: torch.where((labels >= 0) & (rolled >= 0), rolled, labels)})
+    yield from _one(probe, base, "labels", torch.where((labels >= 0) & (rolled >= 0), rolled, labels))
     if (off := probe.step.ignored) is not None:
-        yield from _one(probe, base, _thinner(probe, base, "labels", off), ", by their positions only")
+        yield from _one(probe, base, "labels", _thinner(labels, off), ", by their positions only")
 
 
-def _other_positions(probe: Probe, batch: edits.Batch) -> edits.Batch | None:
-    """Every row's positions in reverse: legal ones, and further apart from each other for no pair of tokens alike."""
-    value = probe.step.value("positions")
-    if value is None or value.ndim < 2 or torch.equal(value, value.flip(-1)):
-        return None
-    return {**batch, probe.step.roles["positions"]: value.flip(-1)}
-
-
-def _hidden(probe: Probe, base: edits.Batch, key: str) -> Iterator[Change]:
+def _hidden(probe: Probe, base: edits.Batch, role: str) -> Iterator[Change]:
     """Fewer visible tokens; then without the last one, where only the end of a row is read from a mask (a score at the
     last token of a causal model)."""
-    seen = base[key] != 0
+    mask: Tensor = base[probe.step.roles[role]]
+    seen = mask != 0
     place, count = seen.cumsum(-1), seen.sum(-1, keepdim=True)
     odd, ends = seen & (place % 2 == 1) & (place < count), seen & (place == count) & (count > 1)
     for hidden, how in ((odd, ", every second real token hidden"), (ends, ", the last real token hidden")):
         if bool(hidden.any()):
-            fewer = torch.where(hidden, torch.zeros_like(base[key]), base[key])
-            yield from _one(probe, base, {**base, key: fewer}, how)
-
-
-def _text(probe: Probe, base: edits.Batch, role: str) -> Rows:
-    """Other tokens where no loss is taken and some follows; where these do not matter, other tokens anywhere."""
-    key = probe.step.roles[role]
-    if base[key].ndim != 2:
-        return
-    real = _real(probe.step, role)
-    if (context := _context(probe.step, base, role, real)) is not None:
-        where = ", in the tokens before the supervised ones"
-        before = probe.matters(
-            f"context in {role} ({key})", _one(probe, base, _other_tokens(probe.step, base, role, context), where),
-            f"Other tokens in {key!r} before the supervised ones leave the gradient unchanged: the model is given "
-            "other tokens, it does not attend to them, or each label is predicted from its own token (labels that are "
-            "not shifted).",
-        )  # fmt: skip
-        if before.outcome == "holds":
-            yield replace(before, subject=f"input {role} ({key})")
-            return
-        yield LAW.doubtful(before)
-    other = _one(probe, base, _other_tokens(probe.step, base, role, real))
-    yield probe.matters(f"input {role} ({key})", other, _meaning(role, key))
-
-
-def _real(step: Step, role: str) -> Tensor:
-    value: Tensor = step.batch[step.roles[role]]
-    shown = step.value(f"{role}_attention" if role in edits.SIDES else "attention")
-    fits = shown is not None and shown.shape == value.shape
-    return shown != 0 if shown is not None and fits else torch.ones_like(value, dtype=torch.bool)
-
-
-def _context(step: Step, batch: edits.Batch, role: str, real: Tensor) -> Tensor | None:
-    """Where no loss is taken and some follows; None where that is not known, or nowhere. A token that is also a target
-    would matter through the target alone."""
-    width = real.shape[1]
-    on = step.value(f"{role}_mask") if role in edits.SIDES else edits.supervised(step, batch)
-    if on is None or on.shape[0] != real.shape[0] or width - on.shape[1] not in (0, 1):
-        return None
-    predicts = torch.nn.functional.pad(on != 0, (width - on.shape[1], 0))
-    ahead = edits.ahead(step)
-    target = torch.nn.functional.pad(predicts, (1, -1)) if ahead else predicts
-    # Packed rows have prompts after answers too, so any token that some answer of its document follows is one.
-    follows = torch.ones_like(predicts[:1, :, None] | predicts[:1, None, :]).triu(0 if ahead else 1)
-    documents = step.value("documents")
-    if documents is not None and documents.shape == real.shape:
-        follows = follows & (documents[:, :, None] == documents[:, None, :])
-    context = real & ~target & (follows & predicts[:, None, :]).any(-1)
-    return context if bool(context.any()) else None
-
-
-def _other_tokens(step: Step, batch: edits.Batch, role: str, where: Tensor) -> edits.Batch:
-    """Rows of one prompt share their context, so tokens are drawn from the whole batch."""
-    value: Tensor = batch[step.roles[role]]
-    order = torch.randperm(value.numel(), generator=edits.generator(step, 55)).to(value.device)
-    return {**batch, step.roles[role]: torch.where(where, value.flatten()[order].reshape(value.shape), value)}
+            yield from _one(probe, base, role, mask.masked_fill(hidden, 0), how)
 
 
 def _never_read(probe: Probe) -> Rows:
@@ -311,8 +220,7 @@ def _reference_stays(probe: Probe, reference: Callable[[], Tensor]) -> Rows:
     noise, drawn, change = (largest(gap(before, other)) for other in (again, redrawn, after))
     yield LAW.finding(
         "the reference policy, drawn again", f"another seed changed it by {drawn:.2g}", "0", drawn <= 4 * noise,
-        "The reference is random: its model is in train mode (dropout), or it samples. Its noise is in every KL and "
-        "every margin. Call .eval() on it.",
+        "The reference is random, and so is every KL and margin: its model is in train mode (call .eval()) or samples.",
     )  # fmt: skip
     yield LAW.finding(
         "the reference policy", f"perturbing the policy changed it by {change:.2g}", "0", change <= 4 * noise,

@@ -12,16 +12,16 @@ chunks), verl-recipe #151 (an end of β that is clamped)
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import combinations
 from typing import Any
 
 from earnest_audit import edits
 from earnest_audit.law import Law, Rows
-from earnest_audit.laws.clipping import _at_ratios as at_ratios
+from earnest_audit.laws.clipping import at_ratios
 from earnest_audit.laws.inputs import far
 from earnest_audit.probe import Change, Probe
 from earnest_audit.verdict import Finding
@@ -41,8 +41,7 @@ def check(probe: Probe) -> Rows:
             yield from _vanished(probe, base, knob, value)
     for option, modes in step.options.items():
         yield _modes(probe, base, option, list(modes))
-    for metric, knob in step.weights.items():
-        yield from _weight(probe, base, metric, knob)
+    yield from probe.tried({f"term {m}": _weight(probe, base, m, knob) for m, knob in step.weights.items()})
 
 
 def candidates(value: Any) -> list[Any]:
@@ -67,8 +66,7 @@ def _inert(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
     return LAW.finding(
         f"setting {knob}", f"{value} → {worst} moved the gradient by {changes[worst]:.2g}",
         f"≤ {probe.tolerance:.2g}, declared inert", changes[worst] <= probe.tolerance,
-        f"{knob} is declared to change nothing, and it does: means of chunks are averaged although chunks differ in "
-        "size, or a remainder is dropped.",
+        f"{knob} changes the gradient: means of chunks of unequal size are averaged, or a remainder is dropped.",
     )  # fmt: skip
 
 
@@ -99,8 +97,8 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
 
     row = probe.matters(
         subject, changes(),
-        f"{knob} does nothing: it is read and not used, used in a branch that never runs, or used only in a value "
-        f"without a gradient. Where it is intended to change nothing (a chunk length), declare {inert}.",
+        f"{knob} does nothing: it is not used, or in a branch that never runs, or in a value without a gradient. "
+        f"Where it is meant to change nothing (a chunk length), declare {inert}.",
     )  # fmt: skip
     if row.outcome == "holds":
         return row
@@ -121,29 +119,24 @@ def _setting(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Finding:
 def _vanished(probe: Probe, base: edits.Batch, knob: str, value: Any) -> Rows:
     """A number whose present value leaves almost no gradient, while one within a factor of two does not."""
     for other in candidates(value)[:2] if isinstance(value, float) and value and knob not in probe.step.clips else ():
-        try:
+        with suppress(Exception):  # the step may refuse this value
             here, there = (probe.gradient(base, knobs).norm() for knobs in (None, {knob: other}))
-        except Exception:
-            continue  # the step refuses this value, as it may
-        if here < GONE * there:
-            yield LAW.finding(
-                f"setting {knob}, its present value",
-                f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}", f"≥ {GONE:g}", False,
-                f"{knob} = {value:g} trains almost nothing: an end of its range is clamped instead of treated apart.",
-            )  # fmt: skip
-            return
+            if here < GONE * there:
+                yield LAW.finding(
+                    f"setting {knob}, its present value",
+                    f"the gradient at {value:g} is {here / there:.1g} of the one at {other:g}", f"≥ {GONE:g}", False,
+                    f"{knob} = {value:g} trains almost nothing: an end of its range is clamped, not treated apart.",
+                )  # fmt: skip
+                return
 
 
 def _trials(
     probe: Probe, base: edits.Batch, knob: str, value: Any, at_one: bool
 ) -> Iterator[tuple[str, edits.Batch, Any]]:
-    """Other values, from mild to strong, and the batch of each; the first text is empty for the usual ones. Of a clip
-    range below 1 the second one is so wide that nothing is clipped.
-
-    With both signs of the advantages, since one side of a clip acts on one sign; with ratios beside a clip, of tokens
-    and of whole rows, which leave every clip at once; then, whatever it costs, far beyond the usual values, and where
-    the references are far away (a hinge is inactive on its good side).
-    """
+    """Other values, from mild to strong, and the batch of each: with both signs of the advantages, since one side of a
+    clip acts on one sign; with ratios beside a clip, of tokens and of whole rows, which leave every clip at once. Then,
+    with a text and whatever it costs, far beyond the usual values, and where the references are far away (a hinge is
+    inactive on its good side). Of a clip range below 1 the second value is so wide that nothing is clipped."""
     step, clip = probe.step, knob in probe.step.clips
     others = candidates(value)[: 2 if at_one else None]
     below = value if clip and isinstance(value, float) and 0 < value < 1 else 1.0
@@ -152,24 +145,19 @@ def _trials(
         yield from (("", batch, 1.5 * value) for batch in _beside(probe, base, value, rows=False))
         others = others[::-1] if value < 0.01 else others  # the far end first
     opposite = probe.kept("off-policy, opposite", lambda: edits.opposite(step, base) or {})
-    signs = (base, opposite) if opposite else (base,)
-    whole = " with ratios of whole rows beside it"
-    yield from (("", batch, other) for batch in signs for other in others[:2])
-    if clip:
-        yield from (("", batch, other) for batch in _beside(probe, base, value) for other in others[:2])
-    yield from (("", batch, other) for batch in signs for other in others[2:])
-    if at_one:
-        return
-    if step.kinds.get(knob) == "target":
-        yield from ((", far beyond,", base, other) for other in (-value, -1e3))  # a hinge whose every pair is active
-    elif isinstance(value, float):  # a threshold of another state
-        yield ", far beyond,", base, math.copysign(max(1e6 * abs(value), 1e3), value)
-        yield ", far below,", base, 1e-6 * value
-    if not clip:
-        yield from ((whole, batch, other) for batch in _beside(probe, base, value) for other in others[:2])
-    if references := [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]:
-        distant = (far(step, base, references, 30.0, odd) for odd in (0, 1))
-        yield from ((" with far references", batch, other) for batch in distant for other in others[:2])
+    signs, mild, beside = (base, opposite) if opposite else (base,), others[:2], _beside(probe, base, value)
+    trials = [("", signs, mild), ("", beside if clip else (), mild), ("", signs, others[2:])]
+    if not at_one:
+        extreme = [math.copysign(max(1e6 * abs(value), 1e3), value), 1e-6 * value] if isinstance(value, float) else []
+        if step.kinds.get(knob) == "target":
+            extreme = [-value, -1e3]  # a hinge whose every pair is active
+        references = [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]
+        distant = (far(step, base, references, 30.0, odd) for odd in (0, 1) if references)
+        trials.append((", far beyond,", (base,), extreme))
+        trials.append((" with ratios of whole rows beside it", () if clip else beside, mild))
+        trials.append((" with far references", distant, mild))
+    for how, batches, values in trials:
+        yield from ((how, batch, other) for batch in batches for other in values)
 
 
 def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> Iterator[edits.Batch]:
@@ -177,26 +165,21 @@ def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> I
     step = probe.step
     if step.ratio_role not in step.roles or step.logprobs is None:
         return
-
-    def ratios(odd: int) -> edits.Batch:
-        high, now = 1 + 1.25 * value if isinstance(value, float) and 0 < value < 1 else math.e**0.25, probe.now()
-        turns = [(high, 1 / high)[(row + odd) % 2] for row in range(len(now))]
-        return at_ratios(probe, probe.as_policy(base), turns, edits.taken(step, now, base) if rows else None)[0]
-
+    high, now = 1 + 1.25 * value if isinstance(value, float) and 0 < value < 1 else math.e**0.25, probe.now()
+    shared = edits.taken(step, now, base) if rows else None
     for odd in (0, 1):
-        yield probe.kept(f"ratios beside {value}, {odd}, {rows}", functools.partial(ratios, odd))
+        turns = [(high, 1 / high)[(row + odd) % 2] for row in range(len(now))]
+        batch = at_ratios(probe, probe.as_policy(base), turns, shared)[0]
+        yield probe.kept(f"ratios beside {value}, {odd}, {rows}", partial(dict, batch))
 
 
 def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:
     """The mode of an option in which the setting does act, if there is one."""
-    for option, modes in probe.step.options.items():
-        for mode in list(modes)[1:]:
-            for other in candidates(value)[:2]:
-                if not probe.afford(2):
-                    return None
-                change = _moved(probe, base, {knob: other}, {option: mode, knob: value})
-                if change is not None and probe.is_change(change):
-                    return f"{option} = {mode!r}"
+    for option, mode in ((o, mode) for o, modes in probe.step.options.items() for mode in modes[1:]):
+        for other in candidates(value)[:2]:
+            change = _moved(probe, base, {knob: other}, {option: mode}) if probe.afford(2) else None
+            if change is not None and probe.is_change(change):
+                return f"{option} = {mode!r}"
     return None
 
 
@@ -205,17 +188,15 @@ def _modes(probe: Probe, base: edits.Batch, option: str, modes: list[Any]) -> Fi
     for mode in modes[1:]:
         with suppress(Exception):  # a mode may contradict another setting
             gradients[mode] = probe.gradient(base, {option: mode})
-    declared = probe.step.declared[option].twins
-    twins = declared | {(b, a) for a, b in declared}
-    pairs = [(a, b) for a, b in combinations(gradients, 2) if (a, b) not in twins]
+    twins = probe.step.declared[option].twins
+    pairs = [(a, b) for a, b in combinations(gradients, 2) if twins.isdisjoint({(a, b), (b, a)})]
     same = [f"{a!r} and {b!r}" for a, b in pairs if not probe.is_change(gradients[a].distance(gradients[b]))]
     if not pairs:
         return LAW.not_applicable(f"option {option}", "no other mode runs here")
     return LAW.finding(
         f"option {option}", f"{len(gradients)} modes, {len(same)} pairs with one gradient",
         "every mode its own gradient", not same,
-        f"{option} = {'; '.join(same)} run the same computation: the option is not obeyed, or two modes share a "
-        "branch.",
+        f"{option} = {'; '.join(same)} compute the same: the option is not obeyed, or two modes share a branch.",
     )  # fmt: skip
 
 
@@ -223,19 +204,14 @@ def _weight(probe: Probe, base: edits.Batch, metric: str, knob: str) -> Rows:
     """The weight must enter linearly: g(2w) - g(w) = g(w) - g(0), and not vanish."""
     declared = probe.step.knobs[knob]
     value = float(declared) or 1.0
-    try:
-        at = probe.gradient(base, None if declared else {knob: value})
-        none, twice = probe.gradient(base, {knob: 0.0}), probe.gradient(base, {knob: 2 * value})
-    except Exception as error:
-        yield LAW.unchecked(f"term {metric}", error)
-        return
+    at = probe.gradient(base, None if declared else {knob: value})
+    none, twice = (probe.gradient(base, {knob: weight}) for weight in (0.0, 2 * value))
     once, second = at.minus(none), twice.minus(at)
     share = once.norm() / max(at.norm(), none.norm(), 1e-300)
     alive = probe.is_change(share)
     yield LAW.finding(
         f"term {metric}", f"its own gradient is {share:.2g} of the whole", "above 0", alive,
-        f"The term that {knob} weighs is in the loss's value and not in its gradient (a no_grad, a detach), or not at "
-        "all.",
+        f"The term that {knob} weighs is not in the gradient (a no_grad, a detach), or not in the loss at all.",
     )  # fmt: skip
     # The difference of two large gradients is only as exact as they are; below that linearity cannot be judged.
     if alive and share > 4 * probe.tolerance:
