@@ -305,7 +305,7 @@ def test_wrong_words_exit_with_2(words: list[str]) -> None:
     assert end.value.code == 2
 
 
-UNREAD = """
+OTHER_PROMPT = """
 import torch
 from torch import nn
 from earnest_audit import Step, audit
@@ -317,31 +317,31 @@ labels = ids.clone()
 labels[:, :5] = -100
 
 def loss(model, batch):
-    logits = model(batch["ids"][:, :-1])
+    logits = model(torch.cat([batch["prompt"], batch["ids"][:, 5:-1]], 1))
     return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
 audit(Step(model, loss, {"ids": ids, "labels": labels, "prompt": ids[:, :5]}, {"ids": "ids", "labels": "labels"}))
 """
-WARNS = Finding("IG", "never read: prompt", "no change", "above 0", "warns", "It is not read.", "a b.py:9")
+WARNS = Finding("IG", "context in ids", "no change", "above 0", "warns", "The context does not matter.", "a b.py:9")
 
 
 def test_a_warning_is_shown_in_every_format_and_is_no_failure() -> None:
     verdict = Verdict((HOLDS, WARNS))
     assert verdict.holds and verdict.warnings == (WARNS,) and not verdict.failures
     assert verdict.summary == "1 holds, 0 fail, 1 warns" and verdict.to_dict()["counts"]["warns"] == 1
-    assert "! IG on never read: prompt: It is not read. (a b.py:9)" in str(verdict).splitlines()
+    assert "! IG on context in ids: The context does not matter. (a b.py:9)" in str(verdict).splitlines()
     root = ElementTree.fromstring(junit(verdict))
     assert [child.tag for child in root[0][1]] == ["system-out"] and root.attrib["failures"] == "0"
     assert [r["level"] for r in json.loads(sarif(verdict))["runs"][0]["results"]] == ["warning"]
     text = markdown(verdict)
     assert text.startswith("## ✅") and "1 checks hold, 1 warns, no law is broken." in text
-    assert "- ⚠️ **IG** on never read: prompt (`a b.py:9`)" in text
+    assert "- ⚠️ **IG** on context in ids (`a b.py:9`)" in text
 
 
 def test_a_strict_verdict_fails_where_it_warned() -> None:
     verdict = Verdict((HOLDS, WARNS, SKIPPED)).strict()
     assert not verdict.holds and [f.law for f in verdict.failures] == ["IG"] and not verdict.warnings
-    with pytest.raises(LawBroken, match="never read: prompt"):
+    with pytest.raises(LawBroken, match="context in ids"):
         verdict.raise_if_failed()
 
 
@@ -349,8 +349,8 @@ def test_a_strict_verdict_fails_where_it_warned() -> None:
 def test_the_exit_code_of_a_warning(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int
 ) -> None:
-    """The batch has a tensor that the loss does not read."""
-    path = script(tmp_path, UNREAD)
+    """The prompt is read from another tensor, so what stands before the supervised tokens does not matter."""
+    path = script(tmp_path, OTHER_PROMPT)
     assert main([*words, str(path)]) == code
     assert ("warns" in capsys.readouterr().out) == (code == 0)
 
@@ -359,10 +359,10 @@ def test_the_exit_code_of_a_warning(
 def test_strict_also_counts_where_the_script_stops_early(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], code: int
 ) -> None:
-    path, report = script(tmp_path, UNREAD + "raise SystemExit(3)"), tmp_path / "report.md"
+    path, report = script(tmp_path, OTHER_PROMPT + "raise SystemExit(3)"), tmp_path / "report.md"
     assert main([*words, "--markdown", str(report), str(path)]) == code
     out, text = capsys.readouterr().out, report.read_text(encoding="utf-8")
-    assert all("never read: prompt" in shown for shown in (out, text)) and text.startswith("## ❌")
+    assert all("context in ids" in shown for shown in (out, text)) and text.startswith("## ❌")
     assert ("- **AUDIT** on train.py" in text) == (code == 2) and ("- ⚠️ **IG**" in text) == (code == 2)
 
 

@@ -120,7 +120,7 @@ from earnest_audit import Step, audit
 
 
 def step():
-    """The batch has a tensor that the loss does not read."""
+    """The prompt is read from another tensor: what stands before the supervised tokens does not matter."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(16, 8), nn.Tanh(), nn.Linear(8, 16))
     ids = torch.randint(0, 16, (4, 9))
@@ -128,7 +128,7 @@ def step():
     labels[:, :5] = -100
 
     def loss(model, batch):
-        logits = model(batch["ids"][:, :-1])
+        logits = model(torch.cat([batch["prompt"], batch["ids"][:, 5:-1]], 1))
         return nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"][:, 1:].flatten(), ignore_index=-100)
 
     return Step(model, loss, {"ids": ids, "labels": labels, "prompt": ids[:, :5]}, {"ids": "ids", "labels": "labels"})
@@ -166,7 +166,7 @@ def test_the_report_of_a_run_lists_warnings(tmp_path: Path, word: str, code: int
     _, text, found = outcomes(tmp_path, word, "-k", "plain", tests=WARNING, errors=False)
     report = text.split("= audit =")[1]
     assert found == code, text
-    assert ("warning: " in report) == (code == 0) and "IG on never read: prompt" in report
+    assert ("warning: " in report) == (code == 0) and "IG on context in ids (ids)" in report
     assert ("1 hold (1 with warnings)" if code == 0 else "1 break a law, 0 hold,") in report
 
 

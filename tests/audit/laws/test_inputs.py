@@ -83,6 +83,44 @@ def test_positions_that_are_dropped_on_the_way_are_seen(deaf: bool) -> None:
     assert found["input positions (positions)"] == ("fails" if deaf else "holds")
 
 
+def test_every_documents_context_is_changed_in_a_packed_row() -> None:
+    """The first document's answer is silent here, as an advantage of 0 makes it: the second one's prompt must count."""
+    rng = torch.Generator().manual_seed(0)
+    on = torch.tensor([[0, 0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1]]).float()
+    batch = {
+        "ids": torch.randint(1, 23, (1, LENGTH), generator=rng),
+        "mask": on,
+        "weights": on * (torch.arange(12) > 6),
+    }
+
+    def second_only(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        documents = (torch.arange(LENGTH)[None] >= 6).long()
+        lp = model(batch["ids"], None, documents)[:, :-1].log_softmax(-1)
+        picked = lp.gather(-1, batch["ids"][:, 1:, None])[..., 0]
+        return -(picked * batch["mask"][:, 1:] * batch["weights"][:, 1:]).sum()
+
+    step = Step(Tiny(), second_only, batch, {"ids": "ids", "mask": "mask", "weights": "weights"})
+    assert rows(audit(step, laws=[inputs.LAW]).findings)["input ids (ids)"] == "holds"
+
+
+def test_labels_that_are_shifted_before_packing_have_their_context_in_their_document() -> None:
+    """The last token of a document has no label, and is not the context of the next document."""
+    rng = torch.Generator().manual_seed(0)
+    ids = torch.randint(1, 23, (2, LENGTH), generator=rng)
+    documents = (torch.arange(LENGTH)[None] >= 6).long().repeat(2, 1)
+    labels = torch.cat([ids[:, 1:], torch.full((2, 1), -100)], 1).where(
+        torch.arange(LENGTH) % 6 < 5, torch.tensor(-100)
+    )
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        logits = model(batch["ids"], None, batch["documents"])
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+
+    batch = {"ids": ids, "labels": labels, "documents": documents}
+    step = Step(Tiny(), loss, batch, {k: k for k in batch})
+    assert rows(audit(step, laws=[inputs.LAW]).findings)["input ids (ids)"] == "holds"
+
+
 def test_what_is_neither_declared_nor_read_is_reported() -> None:
     step = sft_step()
     step.batch = {**step.batch, "position_ids": step.batch["ids"] * 0}
@@ -92,6 +130,21 @@ def test_what_is_neither_declared_nor_read_is_reported() -> None:
         step.loss = lambda model, batch, whole=whole: sft_loss(model, whole(batch))
         found = rows(audit(step, laws=[inputs.LAW]).findings)
         assert "never read: position_ids" not in found, "who copies the batch may read all of it"
+
+
+def test_the_sentence_on_ids_says_which_tokens_were_changed() -> None:
+    """Labels that are not shifted, without attention: the prompt does not matter, the supervised tokens do."""
+    model, batch = nn.Sequential(nn.Embedding(23, 8), nn.Linear(8, 23)), sft_step().batch
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return F.cross_entropy(model(batch["ids"]).flatten(0, 1), batch["labels"].flatten(), ignore_index=-100)
+
+    rows = {f.subject: f for f in audit(Step(model, loss, batch, {"ids": "ids", "labels": "labels"}),
+                                        laws=[inputs.LAW]).findings}  # fmt: skip
+    context = rows["context in ids (ids)"]
+    assert context.outcome == "warns" and "in the tokens before the supervised ones" in context.measured
+    assert "labels that are not shifted" in context.meaning and "at all" not in context.meaning
+    assert rows["input ids (ids)"].outcome == "holds"
 
 
 def test_ids_that_the_loss_does_not_read_fail() -> None:

@@ -5,11 +5,13 @@ max((v - R)², (clipped v - R)²) depends on old values that are far from every 
 
 Needs: roles; reference=… for the reference policy
 How: Each input is changed, from a perturbed, off-policy state; the gradient must change. Signals and labels are changed
-where the loss is taken. Tensors without a role that the loss never reads are listed.
+where the loss is taken. Of ids, first only tokens without a loss are changed that supervised ones follow (a prompt),
+then all. Tensors without a role that the loss never reads are listed.
 Exceptions: At ratio 1 behaviour log-probs may not matter, and at the reference its KL has a zero gradient, so both
 states are left first. A term of weight 0 reads nothing, and a hinge depends on its reference only beyond its corner: a
 weight of 1 and extreme values are tried before the law fails.
-Warns: (rows "never read: …") a tensor that is in the batch for something else.
+Warns: (rows "context in …" and "never read: …") a model that reads no earlier token, a prompt that the loss reads from
+another tensor, or a tensor that is in the batch for something else.
 Detects: SkyRL #1353 and #1053, mlx-lm-lora #50, Liger #1082, verl #2513, CLaaS #37, TRL #1534, openai/baselines #765
 (a clipped value loss that takes the smaller error)
 """
@@ -19,6 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,6 +40,10 @@ SHOWN = ("attention", "chosen_attention", "rejected_attention")
 FAR = 1e3  # times the largest value or return: no clip range reaches there
 HIDDEN = "Hiding tokens in {!r} leaves the gradient unchanged: the mask does not reach the model."
 IGNORED = "The gradient does not depend on {!r} at all: it is ignored, overwritten, or only used under a detach."
+UNSEEN = (
+    "Other tokens in {!r} before the supervised ones leave the gradient unchanged: the model is given other tokens, it "
+    "does not attend to them, or each label is predicted from its own token (labels that are not shifted)."
+)
 
 
 def check(probe: Probe) -> Rows:
@@ -57,6 +64,8 @@ def check(probe: Probe) -> Rows:
             row = probe.matters(f"input {role} ({key})", changes, meaning)
             ignored |= {role} if row.outcome == "fails" else set()
             yield row
+        for role in (r for r in TEXTS if r in step.roles):
+            yield from _text(probe, base, role)
         if {"values", "returns"} <= step.roles.keys() - ignored and "rewards" not in step.roles:
             yield from _far_values(probe, base)
     yield from _never_read(probe)
@@ -99,11 +108,39 @@ def _edits(probe: Probe, base: edits.Batch) -> Iterator[tuple[str, Iterable[Chan
         mask = step.batch[step.roles[role]]
         if mask.ndim == 2 and bool(((mask != 0).sum(-1) > 1).any()):  # of one token a row, none can be hidden
             yield role, _hidden(probe, base, role)
-    for role in (r for r in TEXTS if r in step.roles):
-        ids: Tensor = base[step.roles[role]]
-        if ids.ndim == 2:  # rows of one prompt have equal tokens in one place: drawn from the whole batch
-            order = torch.randperm(ids.numel(), generator=edits.generator(step, 55)).to(ids.device)
-            yield role, _one(probe, base, role, ids.flatten()[order].reshape(ids.shape))
+
+
+def _text(probe: Probe, base: edits.Batch, role: str) -> Rows:
+    """Other tokens before the supervised ones; where these do not matter, a warning, and other tokens anywhere."""
+    step, key = probe.step, probe.step.roles[role]
+    ids: Tensor = base[key]
+    if ids.ndim != 2:
+        return
+    # Rows of one prompt have equal tokens in one place, so they are drawn from the whole batch.
+    order = torch.randperm(ids.numel(), generator=edits.generator(step, 55)).to(ids.device)
+    other, context = ids.flatten()[order].reshape(ids.shape), _context(step, role, ids)
+    if bool(context.any()):
+        where = ", in the tokens before the supervised ones"
+        before = _one(probe, base, role, torch.where(context, other, ids), where)
+        row = probe.matters(f"context in {role} ({key})", before, UNSEEN.format(key))
+        if row.outcome == "holds":
+            yield replace(row, subject=f"input {role} ({key})")
+            return
+        yield LAW.doubtful(row)
+    yield probe.matters(f"input {role} ({key})", _one(probe, base, role, other), IGNORED.format(key))
+
+
+def _context(step: Step, role: str, ids: Tensor) -> Tensor:
+    """The real tokens that are no target, where a target follows in the row; none where targets are not known."""
+    paired = role in edits.SIDES
+    on = step.value(f"{role}_mask") if paired else edits.supervised(step)
+    wide = edits.widened(on != 0, ids.shape[1]) if on is not None and on.ndim == 2 and len(on) == len(ids) else None
+    if wide is None:
+        return torch.zeros_like(ids, dtype=torch.bool)
+    target = torch.nn.functional.pad(wide, (1, -1)) if edits.ahead(step) else wide
+    context = ~target & (target.flip(-1).cumsum(-1).flip(-1) > 0)
+    shown = step.value(f"{role}_attention" if paired else "attention")
+    return context & (shown != 0) if shown is not None and shown.shape == ids.shape else context
 
 
 def _one(probe: Probe, base: edits.Batch, role: str, value: Tensor, how: str = "") -> Iterator[Change]:
