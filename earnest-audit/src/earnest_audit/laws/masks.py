@@ -1,18 +1,17 @@
 """MI: Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do not
 matter.
 
-Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (where no mask
-is declared, an attention mask with padding is enough for more padding)
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (for more
+padding an attention mask with padding is enough)
 How: Each is changed or added; the gradient must stay the same within the step's own resolution. More padding is judged
-in the tensors of wide, or in those that are guessed from their widths, which the verdict lists. Padding after a row
-that is attended to may change the gradient by a factor only, in a model that does not look ahead.
-Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
-factor B/(B+1) is allowed; of a pair without any, only what stands in it must not matter. Left padding is added only
-where the batch has some. Tensors that have the rows' width by accident (prompts beside completions) must not be padded
-with them: declare wide; where the guess fails and a narrower one holds, the row is "not declared". Per-token rewards
-that are 0 wherever they are masked may be summed without the mask. A term of the loss with a mask of its own declares
-it in masks. A pair without a token may give NaN; a score that is read where an answer ends declares chosen_attention
-and rejected_attention, and no masks.
+in the tensors of wide, or in those that are guessed from their widths. Padding after a row that is attended to may
+change the gradient by a factor only, in a model that does not look ahead.
+Exceptions: A sequence mean may count a row without supervised tokens: a factor B/(B+1). A pair without any may give
+NaN; only what stands in it must not matter. Left padding is added only where the batch has some. Tensors that have the
+rows' width by accident (prompts beside completions) are left out by wide; where the guess fails and a narrower one
+holds, the row is "not declared". Rewards per token that are 0 where masked may be summed without the mask. A term with
+a mask of its own declares it in masks; a score that is read where an answer ends declares chosen_attention and
+rejected_attention, and no masks.
 Warns: (padding that is attended to) a row that is divided by prompt and answer on purpose, and an undeclared term over
 all tokens that are attended to (load balancing).
 Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask, answers that
@@ -50,9 +49,9 @@ def check(probe: Probe) -> Rows:
     base = probe.off_policy()
     LAW.needs(probe.gradient(base).finite(), "masks", "not finite off-policy", "See IG.")
     parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe)}
-    masked = not paired or all(f"{s}_mask" in step.roles for s in edits.SIDES)
-    more = {MASKED: _masked_row(probe), ATTENDED: _attended(probe)} if masked else {}
-    yield from probe.tried({**parts, **more})
+    if not paired or all(f"{s}_mask" in step.roles for s in edits.SIDES):
+        parts |= {MASKED: _masked_row(probe), ATTENDED: _attended(probe)}
+    yield from probe.tried(parts)
 
 
 def _texts(step: Step) -> Iterator[tuple[str, str, Tensor, Tensor]]:
@@ -80,16 +79,15 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
         if bool((shown == 0).any()):
             changes[role] = {**base, step.roles[role]: edits.other_ids(step, ids.clamp_min(0), shown == 0)}
     LAW.needs(changes, "signals where masked", "no declared signal is masked")
-    whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
-    together = probe.change(whole, base)
+    together = probe.change({**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}, base)
     if together <= probe.tolerance:
         yield probe.same(f"{', '.join(changes)} where masked", together, "")
         return
     for role, batch in changes.items():  # one at a time, to find which
         yield probe.same(
             f"{role} where masked", probe.change(batch, base),
-            f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the "
-            "model, is shifted by one, or another tensor is used in its place.",
+            f"{step.roles[role]!r} enters where it is masked: the mask is not applied to it, does not reach the model, "
+            "is shifted by one, or is another tensor's.",
         )  # fmt: skip
 
 
@@ -116,9 +114,8 @@ def _padding(probe: Probe) -> Rows:
 def _padded(probe: Probe, subject: str, side: str, keys: set[str], new: bool = False) -> Finding:
     return probe.same(
         subject, probe.change(edits.pad(probe.step, side, keys=keys, new=new)),
-        "The gradient depends on how far the batch is padded: a mean over positions counts padding, padded positions "
-        "are supervised, the mask is shifted by one, or positions are counted from the first padded one. Where rows "
-        "are never padded, declare wide=().", rows=True,
+        "The gradient depends on padding: a mean counts it, it is supervised, the mask is shifted by one, or positions "
+        "are counted from the first padded one. Where rows are never padded, declare wide=().", rows=True,
     )  # fmt: skip
 
 
@@ -141,13 +138,13 @@ def _attended(probe: Probe) -> Rows:
     LAW.needs(causal, ATTENDED, "the model attends to later tokens")
     yield LAW.doubtful(probe.fair(LAW.finding(
         ATTENDED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}", f"up to {limit:.2g}", holds,
-        "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, prompt "
-        "or tool output included, and not by its number of supervised tokens.",
+        "Unsupervised tokens after an answer change its weight: it is divided by the row's length, prompt or tool "
+        "output included, and not by its number of supervised tokens.",
     )))  # fmt: skip
 
 
 def _masked_row(probe: Probe) -> Rows:
-    step, whole = probe.step, probe.gradient()
+    step = probe.step
     LAW.needs(not (step.rows_interact or step.grouped), MASKED, "rows interact by declaration")
     least = step.rows / (step.rows + 1)
     with probe.may_refuse(MASKED, "one more row cannot be run"):
@@ -157,18 +154,18 @@ def _masked_row(probe: Probe) -> Rows:
         LAW.needs(masked.finite() and other.finite(), MASKED, "a pair without a token has no finite gradient")
         raise Ends(probe.same(
             MASKED, masked.distance(other),
-            "The content of a pair whose masks are all 0 matters: some part of the loss ignores the masks.", rows=True,
+            "The content of a pair whose masks are all 0 matters: a part of the loss ignores them.", rows=True,
         ))  # fmt: skip
     LAW.needs(masked.finite() or step.empty_rows, MASKED, "every row has a supervised token, by declaration")
     if not masked.finite():
         why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Or declare empty_rows=False.)"
         raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
-    factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
+    factor, rest, holds = probe.scales(masked, probe.gradient(), least - 0.02, 1.02)
     yield probe.fair(LAW.finding(
         MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"1× or {step.rows}/{step.rows + 1}×", holds and min(abs(factor - 1), abs(factor - least)) <= 0.02,
-        "A row in which no loss is taken changes the gradient: some part of the loss ignores the mask, or a count has "
-        "something of that row. Where rows are coupled on purpose (a whitening), declare rows_interact=True.",
+        "A row in which no loss is taken changes the gradient: a part of the loss, or a count, ignores the mask. Where "
+        "rows are coupled on purpose (a whitening), declare rows_interact=True.",
     ))  # fmt: skip
 
 
