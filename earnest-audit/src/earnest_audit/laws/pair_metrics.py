@@ -7,9 +7,8 @@ margin = chosen - rejected                  for the two metrics that Metric(kind
 Needs: roles chosen and rejected; a metric of the kind accuracy, margin, or chosen or rejected log-probs; for the
 latter logprobs=fn
 How: Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show? One pair
-that agrees, in one of three states, is enough: a loss may weigh lengths otherwise than the metric does.
-Exceptions: Other declared terms are switched off; undeclared ones may outweigh the preference in some pairs. A metric
-whose sign does not change with the sides is not checked.
+that agrees, in one of three states, is enough: an undeclared term, or lengths, may outweigh the preference.
+Exceptions: A metric whose sign does not change with the sides is not checked.
 Warns: (undeclared log-probs; an undeclared margin whose name lacks a word of its pair's, as "margin" beside
 "chosen_reward") a margin in another unit, and log-probs of another model.
 Detects: an accuracy that is 1 - accuracy, a margin of rejected minus chosen, tinker-cookbook #172 (β twice),
@@ -55,18 +54,16 @@ def check(probe: Probe) -> Rows:
         if all(any(agree) for agree in seen.values() if agree):
             break
     for name, agree in seen.items():
-        if len(agree) > 1:  # another term, or lengths, may outweigh it in a pair; reversed, it is wrong in all states
+        if len(agree) > 1:
             yield probe.descends(
                 f"metric {name}, which side", f"{sum(agree)} of {len(agree)} pairs as the loss has it", sum(agree),
-                f"{name} prefers the answers that the loss makes less likely: a comparison is reversed, or chosen "
-                "and rejected are swapped in one of the two.",
+                f"{name} prefers the answers that the loss makes less likely: a comparison or the sides are swapped.",
             )  # fmt: skip
     yield from _differences(probe, shown)
 
 
 def _differences(probe: Probe, shown: list[Reading]) -> Rows:
-    """|margin| = |chosen - rejected| of the two metrics that it is declared of; for a pair alone a mean is the pair's
-    own value."""
+    """|margin| = |chosen - rejected| of its two metrics, of one pair alone."""
     for margin, m in probe.metrics.items():
         if m.of and shown:
             three = [[s.metrics[name] for name in (margin, *m.of)] for s in shown]

@@ -9,9 +9,8 @@ Needs: role rewards, where the loss computes its own advantages; logprobs=fn; ro
 KL
 How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
 compared with that row's ∇Σlp.
-Exceptions: Only reward values that occur are used, since some estimators divide by a mean. A row that the loss leaves
-out has no weight, and the next is tried. With a critic's values, or a baseline over the batch (rows_interact=True),
-equal groups may have a gradient.
+Exceptions: A row that the loss leaves out has no weight, and the next is tried. With a critic's values, or a baseline
+over the batch (rows_interact=True), equal groups may have a gradient.
 Detects: a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)
 """
 
@@ -61,23 +60,21 @@ def _equal(probe: Probe) -> Finding:
     left = one.minus(other).norm() / max(at_one(probe).gradient.norm(), 1e-300)
     return probe.vanishes(
         "rewards that are equal within every group", left,
-        "All answers to each prompt have the same reward, and there is a gradient: the baseline is another group's, or "
-        "the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against interleaved).",
-        NEAR,
+        "The baseline is another group's, or the batch's (then declare rows_interact=True), or groups are cut wrongly "
+        "(tiled against interleaved).", NEAR,
     )  # fmt: skip
 
 
 def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:
     """The worst row gets the best reward of the batch: a value that occurs, so that no estimator leaves its range."""
-    base = on_policy(probe)
-    key = probe.step.roles["rewards"]
+    base, key = on_policy(probe), probe.step.roles["rewards"]
     rewards = base[key].clone()
     rewards[row] = rewards.max() if bool(rewards.max() > rewards[row]) else rewards[row] + 1
     there = probe.gradient({**base, key: rewards}, probe.quiet)
     return _raised(
         probe, BETTER, at_one(probe).gradient, there, scores,
-        f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
-        "sign of the advantage is reversed, or rewards are paired with other rows.",
+        f"Row {row} gets the best reward, and its tokens become less likely: the advantage's sign is reversed, or "
+        "rewards are paired with other rows.",
     )  # fmt: skip
 
 
@@ -95,8 +92,7 @@ def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Row
         return  # the reference is in a declared term, which has its own laws
     yield _raised(
         probe, "a row at the reference, not above it", there, here, scores,
-        f"Row {row} is worth more where the policy has left the reference than where it is at it: the KL in the reward "
-        "has the wrong sign.",
+        f"Row {row} is worth more away from the reference than at it: the KL in the reward has the wrong sign.",
     )  # fmt: skip
 
 
@@ -111,13 +107,9 @@ def _raised(
         return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
     cosine, share = change.cosine(scores[0]), span(change, *scores)
     weight = share.alpha * share.lengths[0]
-    if abs(weight) <= NEAR:
-        return LAW.not_applicable(
-            subject,
-            f"weight {weight:+.2g} of the row's own ∇Σlp",
-            "The loss leaves the row out, or gives its reward to another row.",
-        )
     measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2g}"
+    if abs(weight) <= NEAR:
+        return LAW.not_applicable(subject, measured, "The loss leaves the row out, or gives its reward to another row.")
     return LAW.finding(subject, measured, f"not both below {-NEAR:g}", not (weight < -NEAR and cosine < -NEAR), meaning)
 
 

@@ -101,8 +101,7 @@ def _farthest(probe: Probe) -> float:
 def _far_margins(probe: Probe, head: Tensor) -> Finding:
     """Outputs so large that the farthest pair is far on the wrong side (else swapped), as far as float64 can follow."""
     step = probe.step
-    known = step.logprobs is not None and can_be_swapped(step)
-    LAW.needs(known, FAR_MARGINS, "no logprobs, or answers cannot be swapped")
+    LAW.needs(step.logprobs and can_be_swapped(step), FAR_MARGINS, "no logprobs, or answers cannot be swapped")
     with probe.perturbed(), _scaled(head, SHARPEN):
         chosen, rejected = _logprobs(probe)
     gap = max((chosen - rejected).flatten().tolist(), key=abs) / SHARPEN or 1e-6
