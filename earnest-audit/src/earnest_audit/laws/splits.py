@@ -7,10 +7,10 @@ whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0,
 Needs: a batch of at least two rows (of one, with a declared reduction, for the doubling); reduction="mean" or "sum"
 where that is known
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
-Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
-parts: declared terms are checked one by one; undeclared ones are "not declared" where the sum holds with equally many
-tokens in every row. A loss that couples rows by definition declares rows_interact=True. Without any declared role, rows
-that fail are "not declared" in audit(model, loss, batch), and in a Step where the rows may not be first (time first).
+Exceptions: Terms with different normalisers are no sum of the parts together: declared ones are checked one by one;
+undeclared ones are "not declared" where the sum holds with equally many tokens in every row. A loss that couples rows
+by definition declares rows_interact=True. Without any declared role, rows that fail are "not declared" in audit(model,
+loss, batch), and in a Step where the rows may not be first (time first).
 Warns: (whole = parts, where only terms fail whose weights have no metric, and no signal is declared) a term that is
 itself a sum of means, each over a count that no role declares (the depths of a multi-token prediction).
 Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
@@ -26,11 +26,12 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient, Span, span
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.parts import parts
+from earnest_audit.laws.parts import Part, parts
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import UNCHECKED
 
+ALL = Part({})  # of the loss
 PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
 ROWS = "rows_interact=False if rows are first and independent, True if not (in-batch negatives, time first),"
 # What doubling the rows multiplies the gradient by; undeclared, a root of the count or a sum beside a constant may be.
@@ -77,24 +78,22 @@ def _order(probe: Probe, order: Tensor) -> Rows:
     LAW.needs(fair, PERMUTED, why, "Rows interact by declaration.")
     yield probe.same(
         PERMUTED, shuffled,
-        "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
-        "undone), or a statistic is broadcast along the wrong axis. Where rows belong together by their place (pairs "
-        "that are stacked, groups one after the other), declare rows_interact=True.",
+        "The order of the rows matters: something is paired by place (a permutation that is not undone), or broadcast "
+        "along the wrong axis. Where rows belong together by place (stacked pairs), declare rows_interact=True.",
     )  # fmt: skip
 
 
 def _twice(probe: Probe, whole: Gradient) -> Rows:
     step = probe.step
     factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
-    # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
-    # see that there are twice as many rows.
+    # An unbiased deviation over the batch, or a baseline that leaves one out, depends on the number of rows.
     coupled = not outcome and (step.rows_interact or step.grouped)
     yield LAW.finding(
         TWICE, f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
         "-" if coupled else EXPECTED[step.reduction], "not applicable" if coupled else outcome,
-        "Doubling the batch changes the gradient's direction, or its length otherwise than the declared reduction does "
-        "(undeclared: makes it shorter or more than doubles it): the normaliser is not a count of what is summed, is "
-        "missing, or is applied twice. Where rows are coupled on purpose (a whitening), declare rows_interact=True.",
+        "Doubling the batch changes the gradient's direction, or its length otherwise than the reduction does: the "
+        "normaliser is not a count of what is summed, is missing, or is applied twice. Where rows are coupled on "
+        "purpose (a whitening), declare rows_interact=True.",
     )  # fmt: skip
 
 
@@ -123,9 +122,9 @@ def _parts(probe: Probe) -> Rows:
         ))  # fmt: skip
     row = LAW.finding(
         f"{WHOLE} (uneven)", measured, expected, outcome,
-        "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
-        "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
-        "Where rows are coupled on purpose, or terms divide by counts without a role, declare rows_interact=True.",
+        "The batch's gradient is no sum of its parts' gradients: rows depend on each other (a broadcast [B] against "
+        "[B, 1], a statistic over the wrong axis, attention across rows). Where rows are coupled on purpose, or terms "
+        "divide by counts without a role, declare rows_interact=True.",
     )  # fmt: skip
     yield LAW.doubtful(row) if doubted else row
 
@@ -133,20 +132,17 @@ def _parts(probe: Probe) -> Rows:
 def _terms_off(probe: Probe) -> list[str] | None:
     """The weights of declared terms ("" for what is left without them) that by themselves are no sum of their parts;
     None where they cannot be evaluated one by one."""
-    step, judged, off = probe.step, 0, []
+    found: dict[str, bool] = {}
     for part in parts(probe):
         try:
-            whole = part.gradient(probe, None)
-            room = probe.tolerance * max(1.0, part.scale(probe, None) / max(whole.norm(), 1e-300))
-            pieces = [part.gradient(probe, edits.take_rows(step, rows)) for rows in _uneven(step)]
+            size = max(part.gradient(probe, None).norm(), 1e-300)
+            room = probe.tolerance * max(1.0, part.scale(probe, None) / size)
+            if room < 0.5:  # else nothing remains of the loss here, or too little to judge
+                cut = _cut(probe, probe.step, part)
+                found[part.term] = cut is not None and cut.within(room)
         except Exception:
             return None
-        if room >= 0.5:
-            continue  # nothing remains of the loss here, or too little to judge
-        if not all(p.finite() for p in pieces) or not span(whole, *pieces).within(room):
-            off.append(part.term)
-        judged += 1
-    return off if judged > 1 else None
+    return [term for term, holds in found.items() if not holds] if len(found) > 1 else None
 
 
 def _even(probe: Probe) -> Span | None:
@@ -159,16 +155,12 @@ def _even(probe: Probe) -> Span | None:
     return None if found is None or found.alpha == found.beta == found.rest == 0 else found
 
 
-def _cut(probe: Probe, step: Step) -> Span | None:
-    """The rows' gradient as a combination of two uneven parts' gradients; None where a part has none that is finite."""
-    pieces = [probe.gradient(edits.take_rows(step, rows)) for rows in _uneven(step)]
-    return span(probe.gradient(step.batch), *pieces) if all(p.finite() for p in pieces) else None
-
-
-def _uneven(step: Step) -> tuple[Tensor, Tensor]:
-    """A third of the rows, and the others."""
-    cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
-    return rows[:cut], rows[cut:]
+def _cut(probe: Probe, step: Step, part: Part = ALL) -> Span | None:
+    """The rows' gradient as a combination of that of a third of them and that of the others; None where one is not
+    finite."""
+    third, rows = max(1, step.rows // 3), torch.arange(step.rows)
+    pieces = [part.gradient(probe, edits.take_rows(step, some)) for some in (rows[:third], rows[third:])]
+    return span(part.gradient(probe, step.batch), *pieces) if all(p.finite() for p in pieces) else None
 
 
 LAW = Law("SE", "splits", __doc__, check, quick=False, perturbed=True)
