@@ -43,8 +43,7 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable(SUBJECT, "log-probs do not fit the labels"))
     lowest = torch.where(on, found.logprobs, torch.inf).argmin()
     lp, cosine = float(found.logprobs.flatten()[lowest]), float(found.cosines.flatten()[lowest])
-    if not cosine or not math.isfinite(cosine):
-        raise Ends(LAW.not_applicable(SUBJECT, "it has a zero gradient: see CV"))
+    LAW.needs(cosine and math.isfinite(cosine), SUBJECT, "it has a zero gradient: see CV")
     yield probe.descends(
         SUBJECT, f"cosine {beside(cosine, AWAY)} between -∂L and ∂lp by its logits, at lp = {lp:.2g}", cosine,
         "Training makes an unlikely label less likely: the loss has the wrong sign, or a weight that depends on the "

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.parts import Part, RelativeGradient, parts, relative, undeclared
 from earnest_audit.limits import NEAR, beside
 from earnest_audit.probe import Probe
@@ -158,8 +158,7 @@ def _at_reference(probe: Probe, part: Part, units: dict[str, Tensor]) -> Gradien
     step, batch = probe.step, dict(probe.step.batch)
     for role in (r for r in ("weights", "margin") if r in step.roles):
         value: Tensor = batch[step.roles[role]]
-        mean = value.float().mean().to(value.dtype).expand_as(value).clone()
-        batch[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
+        batch[step.roles[role]] = torch.full_like(value, float(value.max()))
     stored = torch.stack([batch[step.roles[role]].reshape(units[""][0].shape) for role in REFERENCES])
     far = {unit: float((stored / now.detach()).log().abs().max()) for unit, now in units.items()}
     unit = nearest if far[nearest := min(far, key=far.__getitem__)] < far[""] / 3 else ""
@@ -189,8 +188,8 @@ def _target(probe: Probe, part: Part) -> Rows:
         size = float(one[key].abs().max()) + 1 if key else step.knobs[name]
         here, larger, smaller = pull(0.0), max(pull(size), pull(1e3)), pull(-1e3)
     least = here * (1 - max(probe.tolerance, 1e-3))
-    if larger < least and not least < smaller < math.inf:
-        raise Ends(LAW.not_applicable(subject, "nor does a smaller one strengthen a pair"))
+    judged = not larger < least or least < smaller < math.inf
+    LAW.needs(judged, subject, "nor does a smaller one strengthen a pair")
     row = probe.descends(
         subject, f"one pair's gradient is {larger:.3g}, before {here:.3g}", larger,
         f"The chosen answer must win by {name}, so a larger one needs a larger gradient. Here it shrinks: {name} is "
@@ -200,8 +199,8 @@ def _target(probe: Probe, part: Part) -> Rows:
 
 
 def _smoothing(probe: Probe, part: Part) -> Rows:
-    """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped pair.
-    With a target margin the two are not equal, but point the same way."""
+    """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped
+    pair."""
     step, knob = probe.step, probe.step.first("smoothing")
     if knob is None or not can_be_swapped(step):
         return

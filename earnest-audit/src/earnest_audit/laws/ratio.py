@@ -145,13 +145,9 @@ def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
 
 def at_one(probe: Probe, advantages: bool = True) -> Reading:
     """The on-policy batch (or that with all advantages 0) with all other terms off, evaluated once for all laws."""
-    roles = ("advantages", *edits.SAMPLERS, *(("reference",) if "rewards" in probe.step.roles else ()))
-
-    def make() -> Reading:
-        batch = on_policy(probe) if advantages else without_advantages(probe, on_policy(probe))
-        return probe.slopes(roles, batch, probe.quiet)
-
-    return probe.kept(f"slopes at ratio 1, {advantages}", make)
+    roles = (*edits.SAMPLERS, "reference") if "rewards" in probe.step.roles else edits.SAMPLERS
+    batch = on_policy(probe) if advantages else without_advantages(probe, on_policy(probe))
+    return probe.kept(f"slopes at ratio 1, {advantages}", lambda: probe.slopes(roles, batch, probe.quiet))
 
 
 def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
@@ -172,8 +168,7 @@ def others(probe: Probe) -> Reading | None:
 def proportion(probe: Probe) -> float:
     """How far the gradient at twice the advantages, wider clips and ratios of ρ is from twice the gradient, up to a
     factor ρ (or 1, without a ratio)."""
-    there = probe.gradient(shifted(probe, doubled=True), {**probe.quiet, **wider(probe)})
-    once = at_one(probe).gradient
+    once, there = at_one(probe).gradient, probe.gradient(shifted(probe, doubled=True), {**probe.quiet, **wider(probe)})
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 
 
@@ -182,10 +177,8 @@ def policy(probe: Probe) -> Reading:
     here, rest = at_one(probe), others(probe)
     if rest is None:
         return here
-    inputs = dict(here.inputs)
-    for role, slope in rest.inputs.items():
-        if (mine := inputs[role]) is not None and slope is not None:
-            inputs[role] = mine - slope
+    slopes = ((role, slope, rest.inputs[role]) for role, slope in here.inputs.items())
+    inputs = {role: mine if mine is None or other is None else mine - other for role, mine, other in slopes}
     return Reading(here.loss - rest.loss, here.gradient.minus(rest.gradient), inputs=inputs)
 
 

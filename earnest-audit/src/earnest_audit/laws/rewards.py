@@ -22,7 +22,7 @@ import torch
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient, span
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy
 from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
@@ -35,8 +35,7 @@ BETTER = "a better reward raises its row"
 def check(probe: Probe) -> Rows:
     step = probe.step
     rewards = step.batch[step.roles["rewards"]]
-    if rewards.ndim != 1 or len(rewards) < 2:
-        raise Ends(LAW.not_applicable("rewards", "not one per row, or of one row"))
+    LAW.needs(rewards.ndim == 1 and len(rewards) > 1, "rewards", "not one per row, or of one row")
     for row in _worst(probe):
         scores = _scores(probe, row)
         better = _better(probe, row, scores)
@@ -51,7 +50,7 @@ def check(probe: Probe) -> Rows:
 
 def _equal(probe: Probe) -> Finding:
     """Every row of a group gets one reward, whose mean is exact, the groups different ones. What is left where all rows
-    have the same is no matter of groups (a price of length)."""
+    have the same (a price of length) is taken off."""
     base, key = on_policy(probe), probe.step.roles["rewards"]
     _, group = base[probe.step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
     same = torch.ones_like(base[key])

@@ -150,8 +150,8 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
             shadow = float64_copy(probe) if usual else probe.twin()
             lifted, spent = shadow.off_policy() if usual else edits.lifted(batch), shadow.cost
             theirs = shadow.gradient(lifted)
-    least = 0.0 if usual else LOST
-    change, room, own, why = mine.distance(theirs), min(0.5, max(least, units * probe.floor())), 0.0, ""
+    room, own, why = min(0.5, max(0.0 if usual else LOST, units * probe.floor())), 0.0, ""
+    change = mine.distance(theirs)
     if room < change and mine.finite() and theirs.norm() > 0:
         # A worse conditioned state? What a unit in the model's own last place does to the exact gradient.
         unit, weights = probe.coarsest, shadow.step.model.parameters()
