@@ -59,8 +59,7 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
     yield from terms
     if not first.finite():
         return
-    optimizer = step.optimizer
-    owned = None if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    owned = None if step.optimizer is None else [p for g in step.optimizer.param_groups for p in g["params"]]
     yield _same_set(
         probe, "the optimizer's parameters", owned, "optimizer=…",
         "It was built before an adapter was attached or a layer replaced, or a group was forgotten. Several optimizers "
@@ -189,13 +188,13 @@ def _uncalled(probe: Probe, dead: Sequence[str]) -> list[str]:
     model, called = probe.step.model, set[nn.Module]()
     with observed(model.modules(), lambda module, *_: called.add(module)):
         probe.look(dict(probe.step.batch))
-    owned = {name: [f"{name}.{n}" for n, _ in child.named_parameters()] for name, child in model.named_children()
-             if called.isdisjoint(child.modules())}  # fmt: skip
-    return [name for name, own in owned.items() if own and set(own) <= set(dead)]
+    idle = {name: child for name, child in model.named_children() if called.isdisjoint(child.modules())}
+    owned = {name: {f"{name}.{n}" for n, _ in child.named_parameters()} for name, child in idle.items()}
+    return [name for name, own in owned.items() if own and own <= set(dead)]
 
 
 def idles(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a parameter is declared to get no gradient from some batches, as an expert without a token."""
+    """Whether a parameter is declared to get no gradient from some batches."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -205,14 +204,13 @@ def _update(probe: Probe, parts: Mapping[str, Tensor | None]) -> None:
         g = parts[name]
         p.grad = None if g is None else g.to_sparse(1) if name in probe.sparse else g.clone()
     owned = [p for p in probe.parameters.values() if p.grad is not None]
-    bounded = owned if step.clipped is None else [p for p in step.clipped if p.grad is not None]
     if step.optimizer is not None:
         after_warmup(step.optimizer)
     if step.update is not None:
         step.update()
         return
-    if step.max_grad_norm is not None and bounded:
-        torch.nn.utils.clip_grad_norm_(bounded, step.max_grad_norm)
+    if step.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(owned if step.clipped is None else step.clipped, step.max_grad_norm)
     if owned:  # without an optimizer: a small step of our own, only to leave the initial state
         optimizer = step.optimizer or torch.optim.Rprop(owned, lr=1e-3)
         optimizer.step()

@@ -1,8 +1,7 @@
 """MI: Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do not
 matter.
 
-Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (for more
-padding an attention mask with padding is enough)
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest
 How: Each is changed or added; the gradient must stay the same within the step's own resolution. More padding is judged
 in the tensors of wide, or in those that are guessed from their widths. Padding after a row that is attended to may
 change the gradient by a factor only, in a model that does not look ahead.
@@ -55,7 +54,7 @@ def check(probe: Probe) -> Rows:
 
 
 def _texts(step: Step) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Ids and their attention mask: the role of the first, the key of the second, and both."""
+    """The role of ids, the key of their attention mask, and both."""
     for role, mask in TEXTS:
         ids, shown = step.value(role), step.value(mask)
         if ids is not None and shown is not None and ids.shape == shown.shape:
@@ -66,14 +65,14 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
     step = probe.step
     changes: dict[str, edits.Batch] = {}
     for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
-        bounds = edits.bounds(step, role)
-        if bounds is None or bool(bounds[1].all()):
+        if (bounds := edits.bounds(step, role)) is None:
             continue
-        where = ~bounds[1].expand_as(step.batch[step.roles[role]])
+        key = step.roles[role]
+        where = ~bounds[1].expand_as(step.batch[key])
         if role == "rewards":  # may be summed without a mask if they are 0 where masked
-            where = where & (step.batch[step.roles[role]] != 0)
+            where = where & (step.batch[key] != 0)
         changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
-        if not torch.equal(changed[step.roles[role]], base[step.roles[role]]):
+        if not torch.equal(changed[key], base[key]):
             changes[role] = changed
     for role, _, ids, shown in _texts(step):  # another id wherever the attention mask is 0
         if bool((shown == 0).any()):

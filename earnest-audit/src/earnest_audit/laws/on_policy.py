@@ -50,12 +50,13 @@ def check(probe: Probe) -> Rows:
 
 def _clips(probe: Probe) -> Rows:
     """Wider clips change nothing; all in the evaluation that also doubles the advantages, and alone if that fails."""
-    wide, quiet, change = wider(probe), probe.quiet, math.inf
+    wide, together = wider(probe), math.inf
     if wide and "advantages" in probe.step.roles and not probe.step.rows_interact:
-        change = proportion(probe)
+        together = proportion(probe)
     for knob, value in wide.items():
-        if change > probe.tolerance:
-            change = at_one(probe).gradient.distance(probe.gradient(on_policy(probe), {**quiet, knob: value}))
+        change = together
+        if together > probe.tolerance:
+            change = at_one(probe).gradient.distance(probe.gradient(on_policy(probe), {**probe.quiet, knob: value}))
         yield probe.same(
             f"clip {knob} at ratio 1", change,
             f"{knob} has an effect at ratio 1: it clamps the ratio itself, or the unchanged policy's ratio is not 1.",

@@ -4,8 +4,7 @@ that they are named for.
 L(chosen, rejected) < L(rejected, chosen)   ⟺   margin > 0 and accuracy = 1, for one pair alone
 margin = chosen - rejected                  for the two metrics that Metric(kind="margin", of=(…, …)) names
 
-Needs: roles chosen and rejected; a metric of the kind accuracy, margin, or chosen or rejected log-probs; for the
-latter logprobs=fn
+Needs: roles chosen and rejected; a metric of the kind accuracy, margin, or chosen or rejected log-probs; logprobs=fn
 How: Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show? One pair
 that agrees, in one of three states, is enough: an undeclared term, or lengths, may outweigh the preference.
 Exceptions: A metric whose sign does not change with the sides is not checked.
@@ -45,11 +44,10 @@ def check(probe: Probe) -> Rows:
                     shown += [probe.look(b, probe.quiet) for b in (one, swapped(step, one))]
                 here, there = shown[-2:]
                 gap = there.loss - here.loss
-                if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
-                    continue
+                clear = abs(gap) > probe.tolerance * max(abs(here.loss), abs(there.loss))
                 for name, centre in names.items():
                     a, b = here.metrics[name] - centre, there.metrics[name] - centre
-                    if a * b < 0:  # it distinguishes the two sides
+                    if clear and a * b < 0:  # it distinguishes the two sides
                         seen[name].append((a > 0) == (gap > 0))
         if all(any(agree) for agree in seen.values() if agree):
             break
@@ -71,8 +69,7 @@ def _differences(probe: Probe, shown: list[Reading]) -> Rows:
             row = LAW.agrees(
                 f"metric {margin}, the difference", max(abs(abs(d) - abs(c - r)) for d, c, r in three),
                 4 * max(ROUNDED, probe.coarsest) * scale,
-                f"{margin} is not {m.of[0]} - {m.of[1]}: a factor is applied twice or is missing, or one of the "
-                "three is another quantity.",
+                f"{margin} is not {m.of[0]} - {m.of[1]}: a factor is missing or applied twice, or one is another number.",
             )  # fmt: skip
             yield LAW.doubtful(row) if "of" in m.unsure else row
 

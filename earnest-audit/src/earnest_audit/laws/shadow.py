@@ -116,9 +116,8 @@ def _far_margins(probe: Probe, head: Tensor) -> Finding:
 
 
 def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
-    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled, by both
-    samplers. Loss values are compared, since the gradient of a clipped ratio that overflows is infinity times 0;
-    advantages are above 0, since a clip has no bound below."""
+    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled. Values are compared,
+    as the gradient of a clipped ratio that overflows is infinity times 0; a clip bounds only advantages above 0."""
     step, away, subject = probe.step, dict(batch), "far ratios"
     if "advantages" in step.roles:
         away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()

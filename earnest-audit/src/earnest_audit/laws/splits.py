@@ -12,7 +12,7 @@ undeclared ones are "not declared" where the sum holds with equally many tokens 
 by definition declares rows_interact=True. Without any declared role, rows that fail are "not declared" in audit(model,
 loss, batch), and in a Step where the rows may not be first (time first).
 Warns: (whole = parts, where only terms fail whose weights have no metric, and no signal is declared) a term that is
-itself a sum of means, each over a count that no role declares (the depths of a multi-token prediction).
+a sum of means over counts that no role declares (the depths of a multi-token prediction).
 Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
 """
 
