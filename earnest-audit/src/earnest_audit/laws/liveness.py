@@ -62,8 +62,7 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
     owned = None if step.optimizer is None else [p for g in step.optimizer.param_groups for p in g["params"]]
     yield _same_set(
         probe, "the optimizer's parameters", owned, "optimizer=…",
-        "It was built before an adapter was attached or a layer replaced, or a group was forgotten. Several optimizers "
-        "are given as a list.",
+        "It is older than an adapter or a layer, or lacks a group. Several optimizers are given as a list.",
     )  # fmt: skip
     yield _same_set(
         probe, "the clipped parameters", step.clipped, "clipped=[…], what clip_grad_norm_ is given,",
@@ -131,9 +130,8 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     alive = {n for n, most in sizes.items() if most > 0}
     least = CANCELS * max(sizes.values(), default=0.0)
     zero = {n for n, most in sizes.items() if least > 0 and most <= least and probe.parameters[n].ndim <= 1}
-    offset = [n for n in names if n in zero - alive and not idles(n, step.may_idle)]
-    pairs = step.kind == "preference"
-    dead = [n for n in names if n not in alive and n not in offset and not idles(n, step.may_idle)]
+    silent, pairs = [n for n in names if n not in alive and not idles(n, step.may_idle)], step.kind == "preference"
+    offset, dead = [n for n in silent if n in zero], [n for n in silent if n not in zero]
     heads = _uncalled(probe, dead) if dead else []
     for head in heads:
         dead = [n for n in dead if not n.startswith(f"{head}.")]

@@ -9,7 +9,7 @@ How: Clips are widened; the gradient is rebuilt from the loss's derivative by th
 with ∇Σ A·lp, without logprobs in the logits that the model computes. What remains at advantages 0 is taken off first.
 Exceptions: A step that whitens its advantages over the batch declares rows_interact=True. Where the ratio is under a
 stop-gradient (value_is_loss=False), nothing is rebuilt.
-Warns: (row "the gradient goes through …") a loss that uses its own or the behaviour's log-probs beside the ratio.
+Warns: (row "the gradient goes through …") a loss that uses log-probs beside the ratio.
 Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283, a lost sign
 """
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from earnest_audit import edits
@@ -101,13 +102,11 @@ def _raises_by_logits(probe: Probe) -> Rows:
         return
     a: Tensor = probe.step.batch[probe.step.roles["advantages"]].float()
     a = a.reshape(len(a), -1)
-    if a.shape[1] - found.rises.shape[1] == 1:
-        a = a[:, 1:]
+    a = a[:, 1:] if a.shape[1] == found.rises.shape[1] + 1 else a
     if a.shape[1] not in (1, found.rises.shape[1]):
         return
     wanted = a * edits.taken(probe.step, found.rises)
-    length = float(wanted.norm() * found.rises.norm())
-    cosine = float((wanted * found.rises).sum()) / length if length > 0 else 0.0
+    cosine = float(torch.cosine_similarity(wanted.flatten(), found.rises.flatten(), dim=0, eps=1e-30))
     yield probe.descends(
         RAISES, f"cosine {beside(cosine, AWAY)} between -∂L/∂lp and A, by token", cosine, REVERSED, AWAY
     )

@@ -69,7 +69,7 @@ def _differences(probe: Probe, shown: list[Reading]) -> Rows:
             row = LAW.agrees(
                 f"metric {margin}, the difference", max(abs(abs(d) - abs(c - r)) for d, c, r in three),
                 4 * max(ROUNDED, probe.coarsest) * scale,
-                f"{margin} is not {m.of[0]} - {m.of[1]}: a factor is missing or applied twice, or one is another number.",
+                f"{margin} is not {m.of[0]} - {m.of[1]}: a factor is missing or applied twice, or one is misnamed.",
             )  # fmt: skip
             yield LAW.doubtful(row) if "of" in m.unsure else row
 

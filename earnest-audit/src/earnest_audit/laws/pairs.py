@@ -136,9 +136,8 @@ def _margin(probe: Probe, part: Part) -> Rows:
         way = f"logprobs= in the unit that the loss compares ({', '.join(fits)})"
         yield LAW.not_declared(ALIKE, way) if fits and "" not in fits else LAW.agrees(
             ALIKE, 1 - abs(alike[""]), room,
-            "At the reference all margins are 0, and pairs do not weigh the same: the reference has the wrong sign, "
-            "side or normaliser; or pairs have weights of their own (declare the role weights, or value_is_loss=False "
-            "where the loss makes them under a detach); or each answer is weighed by itself: pairwise=False.",
+            "Pairs of one margin weigh differently: the reference has the wrong sign, side or normaliser; or pairs have "
+            "weights (declare the role weights, or value_is_loss=False); or single answers have (pairwise=False).",
             "cosine 1 - {} between ∇L and the plain sum over pairs",
         )  # fmt: skip
 

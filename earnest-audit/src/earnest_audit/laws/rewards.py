@@ -101,8 +101,7 @@ def _raised(
     """Of -Δ∇L = α·∇Σlp(row) + β·∇Σlp(the others) + …, α is above 0. It is next to 0 where the loss leaves the row out.
     Rows may be alike, so a failure needs the plain cosine below 0 as well."""
     change = worse.minus(better)
-    size = change.norm()
-    if not math.isfinite(size) or size <= probe.tolerance * max(worse.norm(), better.norm()):
+    if not probe.tolerance * max(worse.norm(), better.norm()) < change.norm() < math.inf:
         return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
     cosine, share = change.cosine(scores[0]), span(change, *scores)
     weight = share.alpha * share.lengths[0]

@@ -107,17 +107,15 @@ def _far_margins(probe: Probe, head: Tensor) -> Finding:
     gap = max((chosen - rejected).flatten().tolist(), key=abs) / SHARPEN or 1e-6
     batch = swapped(step, step.batch) if gap > 0 else dict(step.batch)
     for factor in (margin / abs(gap) for margin in MARGINS if probe.afford(7 / 3, keep=0)):
-        probe.cost += 1 / 3
-        with probe.perturbed(), _scaled(head, factor):
-            loss = probe.twin().look(edits.lifted(batch)).loss
-        if math.isfinite(loss) and (row := _compare(probe, FAR_MARGINS, batch, head, factor)).measured != INFINITE:
+        row = _compare(probe, FAR_MARGINS, batch, head, factor)
+        if row.measured != INFINITE:
             return row
     return LAW.not_applicable(FAR_MARGINS, f"{SPENT}, or float64 is not finite either")
 
 
 def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
-    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled. Values are compared,
-    as the gradient of a clipped ratio that overflows is infinity times 0; a clip bounds only advantages above 0."""
+    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled. Only the loss is
+    read: the gradient of a clipped ratio that overflows is infinity times 0. A clip bounds advantages above 0."""
     step, away, subject = probe.step, dict(batch), "far ratios"
     if "advantages" in step.roles:
         away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()

@@ -59,8 +59,7 @@ def check(probe: Probe) -> Rows:
     )  # fmt: skip
     LAW.needs(behind.any(), PEEKING, "nothing comes after it")
     with probe.may_refuse(PEEKING, "one label per row cannot be run"):
-        by_own = _moved(probe, batch, behind, lambda change: change <= probe.value_room)
-    yield _peeking(probe, by_own)
+        yield _peeking(probe, _moved(probe, batch, behind, lambda change: change <= probe.value_room))
 
 
 def _moved(

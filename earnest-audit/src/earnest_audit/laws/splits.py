@@ -4,8 +4,7 @@ permuted rows     the same gradient
 every row twice   the same gradient (reduction="mean"), twice it ("sum"); undeclared, or something in between
 whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows are independent
 
-Needs: a batch of at least two rows (of one, with a declared reduction, for the doubling); reduction="mean" or "sum"
-where that is known
+Needs: a batch of at least two rows (for the doubling, of one with a declared reduction)
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
 Exceptions: Terms with different normalisers are no sum of the parts together: declared ones are checked one by one;
 undeclared ones are "not declared" where the sum holds with equally many tokens in every row. A loss that couples rows
@@ -86,15 +85,14 @@ def _order(probe: Probe, order: Tensor) -> Rows:
 
 def _twice(probe: Probe, whole: Gradient) -> Rows:
     step = probe.step
-    factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
+    factor, rest, holds = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
+    measured = f"the gradient is {factor:.3g}× the same up to {rest:.2g}"
     # An unbiased deviation over the batch, or a baseline that leaves one out, depends on the number of rows.
-    coupled = not outcome and (step.rows_interact or step.grouped)
+    LAW.needs(holds or not (step.rows_interact or step.grouped), TWICE, f"{measured}, rows interact")
     yield LAW.finding(
-        TWICE, f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
-        "-" if coupled else EXPECTED[step.reduction], "not applicable" if coupled else outcome,
-        "Doubling the batch changes the gradient's direction, or its length otherwise than the reduction does: the "
-        "normaliser is not a count of what is summed, is missing, or is applied twice. Where rows are coupled on "
-        "purpose (a whitening), declare rows_interact=True.",
+        TWICE, measured, EXPECTED[step.reduction], holds,
+        "Doubling the batch turns the gradient, or scales it otherwise than the reduction does: the normaliser is no "
+        "count of what is summed, or is applied twice. Rows that are coupled on purpose: rows_interact=True.",
     )  # fmt: skip
 
 
@@ -123,9 +121,8 @@ def _parts(probe: Probe) -> Rows:
         ))  # fmt: skip
     row = LAW.finding(
         f"{WHOLE} (uneven)", measured, expected, outcome,
-        "The batch's gradient is no sum of its parts' gradients: rows depend on each other (a broadcast [B] against "
-        "[B, 1], a statistic over the wrong axis, attention across rows). Where rows are coupled on purpose, or terms "
-        "divide by counts without a role, declare rows_interact=True.",
+        "The parts' gradients do not add up to the batch's: rows depend on each other (a broadcast, a wrong axis, "
+        "attention across rows). If on purpose, or if a term divides by a count without a role: rows_interact=True.",
     )  # fmt: skip
     yield LAW.doubtful(row) if doubted else row
 
