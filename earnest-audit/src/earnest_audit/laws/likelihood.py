@@ -4,7 +4,7 @@ cos(-∂L/∂z, ∂lp/∂z) > 0, z being the label's logits.   With the weight p
 reverses below p = 1/e.
 
 Needs: SFT with ids beside labels or a mask, and a model that gives logits for every token
-How: Both are differentiated by the label's logits, which the model computes while the loss runs.
+How: L and lp are differentiated by the label's logits, which the model computes while the loss runs.
 Exceptions: Regularisers rotate the gradient a little; only one that points away is a failure. Labels of a weight below
 0 are left out; unlikelihood training without weights is not SFT.
 Detects: a flipped sign of the loss, a DFT weight that is not detached

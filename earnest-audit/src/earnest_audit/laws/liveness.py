@@ -81,10 +81,8 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
 def _terms(probe: Probe) -> Rows:
     """Every declared term by itself, with the weights of the others at 0."""
     weighed = probe.step.weighed
-    norms = {
-        term: probe.own_gradient({k: 0.0 for k in weighed.values() if k != knob}).norm()
-        for term, knob in weighed.items()
-    }
+    off = {term: {k: 0.0 for k in weighed.values() if k != knob} for term, knob in weighed.items()}
+    norms = {term: probe.own_gradient(others).norm() for term, others in off.items()}
     total = sum(norms.values())
     for term, norm in norms.items():
         share = f"{norm / total if total else 0.0:.0%} of the sum{_inactive(probe.step, term)}"

@@ -39,7 +39,7 @@ TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    paired = [s for s in edits.SIDES if s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys()]
+    paired = all(s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
     if edits.supervised(step) is None and not paired:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
         yield LAW.not_declared("masks", f"roles={what}")
@@ -92,12 +92,8 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
 
 def _padding(probe: Probe) -> Rows:
     step = probe.step
-    paired = all(s in step.roles for s in edits.SIDES)
-    sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
-    known = edits.supervised(step) is not None or sides or edits.by_attention(step)
-    if not known or (step.value("ids") is None and not paired):
-        what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
-        raise Ends(LAW.not_declared("more padding", what))
+    if step.value("ids") is None and not {*edits.SIDES} <= step.roles.keys():
+        raise Ends(LAW.not_declared("more padding", 'roles={"ids": …} beside the mask'))
     LAW.needs(edits.readings(step) != [set()], "more padding", "no tensor is padded, by declaration")
     left = any(bool((shown[:, 0] == 0).any()) for *_, shown in _texts(step))
     for side in ("right", "left"):

@@ -141,15 +141,13 @@ def _unchanged(probe: Probe) -> Rows:
     rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
     room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
     for name, m in probe.metrics.items():
-        if m.neutral is None or name not in found:
-            continue
-        row = LAW.finding(
-            f"metric {name}, policy unchanged", f"{found[name]:.4g}", f"{m.neutral:g}",
-            abs(found[name] - m.neutral) <= room,
-            f"Before any update {name} must be {m.neutral:g}: log-probs are recomputed differently (temperature, "
-            "shift), or it is another quantity under this name.",
-        )  # fmt: skip
-        yield LAW.doubtful(row) if "neutral" in m.unsure else row
+        if m.neutral is not None and name in found:
+            row = LAW.agrees(
+                f"metric {name}, policy unchanged", abs(found[name] - m.neutral), room,
+                "Before any update log-probs are recomputed differently (temperature, shift), or the metric is another "
+                "quantity under this name.", f"{found[name]:.4g}, and off {m.neutral:g} by {{}}",
+            )  # fmt: skip
+            yield LAW.doubtful(row) if "neutral" in m.unsure else row
 
 
 LAW = Law("MR", "metrics", __doc__, check)

@@ -3,8 +3,7 @@ log-probs, and a clip whose range contains 1 has no effect.
 
 on-policy, no other term:   ∇L = -Σ w·∇lp by token,   w = ∂L/∂behaviour
 
-Needs: roles advantages (or rewards) and behaviour; logprobs=fn(model, batch); weights of the other terms, which are
-switched off
+Needs: roles advantages (or rewards) and behaviour; logprobs=fn(model, batch); the weights of the other terms
 How: Clips are widened; the gradient is rebuilt from the loss's derivative by the behaviour log-probs; -∇L is compared
 with ∇Σ A·lp, without logprobs in the logits that the model computes. What remains at advantages 0 is taken off first.
 Exceptions: A step that whitens its advantages over the batch declares rows_interact=True. Where the ratio is under a

@@ -7,8 +7,7 @@ behaviour alone = now - log ρ             the same for the correction proximal 
 k = 2: the weight is applied twice;  k = -1: it is inverted
 
 Needs: roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)
-How: From the on-policy state all ratios are set to ρ, inside every clip, and the power of ρ is measured from the
-gradient; then the same for the sampler correction alone.
+How: All ratios are set to ρ, inside every clip, then the correction's alone; the gradient's power of ρ is measured.
 Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
 gradient as a whole: neither is judged.
 Warns: (unless proximal, behaviour and advantages are declared: the ratio is to proximal, behaviour only corrects)

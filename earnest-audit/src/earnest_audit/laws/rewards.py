@@ -5,8 +5,7 @@ one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in 
 rewards that are equal within every group     have a zero gradient, however the groups differ
 a row at the reference, not above it          is raised (a KL in the reward is a cost)
 
-Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference for the
-KL
+Needs: role rewards, where the loss computes its own advantages; logprobs=fn; roles group and reference
 How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
 compared with that row's ∇Σlp.
 Exceptions: A row that the loss leaves out has no weight, and the next is tried. With a critic's values, or a baseline

@@ -4,8 +4,7 @@ Needs: a model that can be deep-copied and a loss that uses the model it is give
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
 (log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. With log-ratios of single
 tokens near 150 and -150 the loss only has to be finite, where this dtype can hold float64's.
-Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A random step (NEFTune)
-draws other numbers and is not judged.
+Exceptions: Modules that cast to fp32 inside do so in the copy, too. A random step (NEFTune) is not judged.
 Warns: (confident outputs and far margins, where at least half of the gradient is left and its direction is kept) a form
 that loses digits only there, as 1 - p does for a p next to 1.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates, r/(1 + r) where the ratio r overflows
@@ -114,8 +113,8 @@ def _far_margins(probe: Probe, head: Tensor) -> Finding:
 
 
 def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
-    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled. Only the loss is
-    read: the gradient of a clipped ratio that overflows is infinity times 0. A clip bounds advantages above 0."""
+    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled. Of the loss
+    alone: the gradient of a clipped ratio that overflows is infinity times 0. A clip bounds advantages above 0."""
     step, away, subject = probe.step, dict(batch), "far ratios"
     if "advantages" in step.roles:
         away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
