@@ -5,10 +5,9 @@ Needs: model and loss; optimizer, clipped, weighed; backward and update where th
 How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits at least half of the update
 that the same optimizer makes on fp32 copies has to be applied.
 Exceptions: LoRA's A may get its gradient at step 2 (B = 0 before). Experts without a token are declared in may_idle; a
-child of the model that the loss never calls is "not declared". Only buffers that an update changes count, as running
-statistics change in the forward pass. Master weights, Kahan summation and stochastic rounding may apply an update
-later: where little changed, the same gradient is applied again. A term that is inactive where training begins is judged
-in the state that active declares.
+child of the model that the loss never calls is "not declared". Running statistics may change in the forward pass.
+Master weights, Kahan summation and stochastic rounding may apply an update later: the same gradient is applied again.
+A term that is inactive where training begins is judged in the state that active declares.
 Warns: (row "parameters whose gradient cancels") a bias before a normalisation that subtracts it, and one on both sides
 of a difference (a critic's output). They train nothing; bias=False leaves them out.
 Detects: SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move,

@@ -3,12 +3,11 @@ declared to be the whole loss add up to it.
 
 L = Σ weight·term + Σ fixed terms
 
-Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
-every term: the setting that weighs it, or 1.0
+Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; all terms' weights for a sum
 How: Metrics on the batch, in distant states, and with behaviour = current policy; undeclared kinds are guessed from
 usual names. Then what a thousand times each term's weight adds to the loss.
 Exceptions: A count or a setting is constant: Metric(moves=False). A metric with another normaliser than its term does
-not add up; then declare no weight of 1.0.
+not add up: then declare no weight.
 Warns: (an undeclared share or ratio that is constant, unless it is the clipped share beside a clip or the accuracy of
 pairs; an undeclared ratio that is not 1, unless its name is "ratio") a share of what this batch does not have, such as
 truncated answers, and a ratio that is 1 by design, or to another policy.

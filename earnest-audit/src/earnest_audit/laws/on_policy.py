@@ -95,8 +95,7 @@ def _raises_what_was_better(probe: Probe, gradient: Gradient, batch: edits.Batch
 
 
 def _raises_by_logits(probe: Probe) -> Rows:
-    """The same from the logits that the model computes. Other terms are in it, so only a gradient that points away is
-    a failure."""
+    """The same from the logits. Other terms are in it, so only a gradient that points away is a failure."""
     if "advantages" not in probe.step.roles or (found := descent(probe)) is None:
         return
     a: Tensor = probe.step.batch[probe.step.roles["advantages"]].float()

@@ -77,8 +77,7 @@ def _differences(probe: Probe, shown: list[Reading]) -> Rows:
 def _own_side(probe: Probe) -> Rows:
     """A metric of one side's log-probs is not the other's, as a sum or as a mean over tokens."""
     step, found = probe.step, probe.look().metrics
-    kinds = {f"{side} log-probs": side for side in edits.SIDES}
-    names = {name: kinds[m.kind] for name, m in probe.metrics.items() if m.kind in kinds}
+    names = {name: side for name, m in probe.metrics.items() for side in edits.SIDES if m.kind == f"{side} log-probs"}
     if step.logprobs is None or not names:
         return
     known, room = {}, max(ROUNDED, probe.tolerance)

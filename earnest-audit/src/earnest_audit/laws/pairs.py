@@ -198,8 +198,7 @@ def _target(probe: Probe, part: Part) -> Rows:
 
 
 def _smoothing(probe: Probe, part: Part) -> Rows:
-    """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped
-    pair."""
+    """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) point the same way: a wrong label is a swapped pair."""
     step, knob = probe.step, probe.step.first("smoothing")
     if knob is None or not can_be_swapped(step):
         return

@@ -165,8 +165,7 @@ def others(probe: Probe) -> Reading | None:
 
 
 def proportion(probe: Probe) -> float:
-    """How far the gradient at twice the advantages, wider clips and ratios of ρ is from twice the gradient, up to a
-    factor ρ (or 1, without a ratio)."""
+    """How far twice the advantages, wider clips and ratios of ρ are from twice the gradient, or from 2ρ times it."""
     once, there = at_one(probe).gradient, probe.gradient(shifted(probe, doubled=True), {**probe.quiet, **wider(probe)})
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 

@@ -48,8 +48,7 @@ def check(probe: Probe) -> Rows:
 
 
 def _equal(probe: Probe) -> Finding:
-    """Every row of a group gets one reward, whose mean is exact, the groups different ones. What is left where all rows
-    have the same (a price of length) is taken off."""
+    """Every row of a group gets one reward, groups different ones; what is left where all have one is taken off."""
     base, key = on_policy(probe), probe.step.roles["rewards"]
     _, group = base[probe.step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
     same = torch.ones_like(base[key])
@@ -122,10 +121,9 @@ def _scores(probe: Probe, row: int) -> tuple[Gradient, Gradient]:
     """∇Σlp of the row and of all others."""
     step, batch = probe.step, on_policy(probe)
     now = probe.forward(step.logprobs, batch)
-    mask = edits.taken(step, now, batch)
-    mine = torch.zeros_like(mask)
-    mine[row] = mask[row]
-    return probe.pull((mine * now).sum(), retain=True), probe.pull(((mask - mine) * now).sum())
+    taken = edits.taken(step, now, batch) * now
+    own = taken[row].sum()
+    return probe.pull(own, retain=True), probe.pull(taken.sum() - own)
 
 
 LAW = Law(

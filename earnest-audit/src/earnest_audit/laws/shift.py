@@ -97,8 +97,7 @@ def _peeking(probe: Probe, change: float) -> Finding:
 
 
 def _by_mask(probe: Probe, why: str) -> Rows:
-    """Where it is not known which token a mask marks, a token's own embedding must still not matter to its own
-    prediction."""
+    """Where it is not known which token a mask marks, a token must still not matter to its own prediction."""
     leak, marks_targets = _leak(probe)
     if leak > probe.tolerance:
         yield _peeking(probe, leak)
