@@ -63,7 +63,7 @@ def _texts(step: Step) -> Iterator[tuple[str, str, Tensor, Tensor]]:
 
 def _signals(probe: Probe, base: edits.Batch) -> Rows:
     step = probe.step
-    changes: dict[str, edits.Batch] = {}
+    changes: dict[str, Tensor] = {}
     for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
         if (bounds := edits.bounds(step, role)) is None:
             continue
@@ -71,20 +71,20 @@ def _signals(probe: Probe, base: edits.Batch) -> Rows:
         where = ~bounds[1].expand_as(step.batch[key])
         if role == "rewards":  # may be summed without a mask if they are 0 where masked
             where = where & (step.batch[key] != 0)
-        changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
-        if not torch.equal(changed[key], base[key]):
+        changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)[key]
+        if not torch.equal(changed, base[key]):
             changes[role] = changed
     for role, _, ids, shown in _texts(step):  # another id wherever the attention mask is 0
         if bool((shown == 0).any()):
-            changes[role] = {**base, step.roles[role]: edits.other_ids(step, ids.clamp_min(0), shown == 0)}
+            changes[role] = edits.other_ids(step, ids.clamp_min(0), shown == 0)
     LAW.needs(changes, "signals where masked", "no declared signal is masked")
-    together = probe.change({**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}, base)
+    together = probe.change({**base, **{step.roles[role]: changed for role, changed in changes.items()}}, base)
     if together <= probe.tolerance:
         yield probe.same(f"{', '.join(changes)} where masked", together, "")
         return
-    for role, batch in changes.items():  # one at a time, to find which
+    for role, changed in changes.items():  # one at a time, to find which
         yield probe.same(
-            f"{role} where masked", probe.change(batch, base),
+            f"{role} where masked", probe.change({**base, step.roles[role]: changed}, base),
             f"{step.roles[role]!r} enters where it is masked: the mask is not applied to it, does not reach the model, "
             "is shifted by one, or is another tensor's.",
         )  # fmt: skip

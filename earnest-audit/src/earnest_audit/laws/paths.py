@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from earnest_audit.law import Law, Rows
@@ -31,7 +31,8 @@ def check(probe: Probe) -> Rows:
 def _backward(probe: Probe, backward: Callable[[Mapping[str, Any]], Any]) -> tuple[float, str]:
     """In 16 bits a token at the very edge of a clip may fall on either side of it, but not in several states."""
     change = math.inf
-    for state in (nullcontext(), *(probe.perturbed(size) for size in PERTURBATIONS if probe.coarse)):
+    states: list[AbstractContextManager[None]] = [nullcontext()]
+    for state in states + [probe.perturbed(size) for size in PERTURBATIONS if probe.coarse]:
         if change > probe.tolerance:
             with state:
                 change = min(change, probe.gradient().distance(probe.own_gradient(backward=backward)))

@@ -69,7 +69,7 @@ def _confident(probe: Probe, head: Tensor) -> Rows:
                 factor *= min(max(1.0, FAR / max(_farthest(probe), 1e-6)), FAR)
         given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
         with _scaled(head, factor):
-            now = _logprobs(probe) if given else None
+            now: Any = _logprobs(probe) if given else None
         for role in given:
             old: Tensor = batch[step.roles[role]]
             fits = isinstance(now, Tensor) and now.numel() == old.numel()
@@ -120,9 +120,9 @@ def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -
         away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
     for role in (r for r in ("proximal", "behaviour") if r in step.roles):
         old: Tensor = batch[key := step.roles[role]]
-        moved = far(step, batch, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)[key]
-        by = (moved - old).abs().reshape(len(old), -1)
-        away[key] = torch.where((by == by.amax(-1, keepdim=True)).reshape(old.shape), moved, old)
+        new = far(step, batch, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)[key]
+        by = (new - old).abs().reshape(len(old), -1)
+        away[key] = torch.where((by == by.amax(-1, keepdim=True)).reshape(old.shape), new, old)
     with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
         shadow = probe.twin()
         theirs, mine = shadow.look(edits.lifted(away)).loss, probe.look(away).loss
@@ -146,7 +146,7 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
             shadow = float64_copy(probe) if usual else probe.twin()
             lifted, spent = shadow.off_policy() if usual else edits.lifted(batch), shadow.cost
             theirs = shadow.gradient(lifted)
-    room, own, why = min(0.5, max(0.0 if usual else LOST, units * probe.floor())), 0.0, ""
+    room, own = min(0.5, max(0.0 if usual else LOST, units * probe.floor())), 0.0
     change = mine.distance(theirs)
     if room < change and mine.finite() and theirs.norm() > 0:
         # A worse conditioned state? What a unit in the model's own last place does to the exact gradient.
@@ -157,23 +157,20 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
     with probe.perturbed():
         saturated = not usual and theirs.norm() <= SATURATED * probe.gradient(probe.off_policy()).norm()
     if saturated and mine.finite() and theirs.finite():
-        why = "the float64 gradient is next to 0 as well: what is left of it trains nothing"
-    elif theirs.norm() == 0 and mine.norm() > 0:
-        why = "the loss does not use the model that it is given"
-    elif not theirs.finite():
-        why = INFINITE
-    elif 8 * own > 0.5:
-        why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
-    if why:
-        return LAW.not_applicable(what, why)
+        return LAW.not_applicable(what, "the float64 gradient is next to 0 as well: what is left of it trains nothing")
+    if theirs.norm() == 0 and mine.norm() > 0:
+        return LAW.not_applicable(what, "the loss does not use the model that it is given")
+    if not theirs.finite():
+        return LAW.not_applicable(what, INFINITE)
+    if 8 * own > 0.5:
+        return LAW.not_applicable(what, f"a unit in the last place moves the float64 gradient itself by {own:.2g}")
     row = probe.fair(LAW.agrees(
         what, change, min(0.5, max(room, units * own)),
         "The gradient is lost to rounding or overflow: log(softmax(x)), log(sigmoid(x)), log(1 - p), an eps that is 0 "
         "in this dtype, a sum in 16 bits. Sum in fp32; use log_softmax, logsigmoid, log1mexp.", "float64 differs by {}",
     ))  # fmt: skip
-    lost = not mine.finite() or mine.norm() < SHARE * theirs.norm()
-    lost = lost or not ALONG <= mine.best_scale(theirs) <= 1 / ALONG
-    return row if usual or lost else LAW.doubtful(row)
+    left = mine.finite() and mine.norm() >= SHARE * theirs.norm() and ALONG <= mine.best_scale(theirs) <= 1 / ALONG
+    return LAW.doubtful(row) if left and not usual else row
 
 
 def _head(probe: Probe) -> Tensor | None:

@@ -57,10 +57,9 @@ def _rows(probe: Probe) -> Rows:
     order = torch.randperm(step.rows, generator=edits.generator(step, 3))
     if torch.equal(order, torch.arange(step.rows)):
         order = order.roll(1)
-    try:
+    both = whole.times(0.0)
+    with suppress(Exception):  # twice the rows may be refused where another order is not
         both = probe.gradient(edits.take_rows(step, torch.cat([order, order])))
-    except Exception:  # twice the rows may be refused where another order is not
-        both = whole.times(0.0)
     factor, rest, holds = probe.scales(both, whole, *COUNTED[step.reduction])
     if holds:
         measured = f"{factor:.3g}× the same up to {rest:.2g}"
