@@ -2,8 +2,7 @@
 there is none).
 
 behaviour (and proximal) = now - log ρ    ∇L → ρᵏ·∇L, k = 1;  k = 0 without a weight;  k in between where it is tempered
-behaviour alone = now - log ρ             the same for the correction proximal / behaviour: k = 1, or 0 where the
-                                          weights are divided by their own mean
+behaviour alone = now - log ρ             the same for proximal / behaviour;  k = 0 where it is over its own mean
 k = 2: the weight is applied twice;  k = -1: it is inverted
 
 Needs: roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)

@@ -2,7 +2,6 @@
 and a KL in the reward is a cost.
 
 one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
-rewards that are equal within every group     have a zero gradient, however the groups differ
 a row at the reference, not above it          is raised (a KL in the reward is a cost)
 
 Needs: role rewards, where the loss computes its own advantages; logprobs=fn; roles group and reference
