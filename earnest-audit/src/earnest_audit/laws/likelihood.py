@@ -4,10 +4,9 @@ cos(-∂L/∂z, ∂lp/∂z) > 0, z being the label's logits.   With the weight p
 reverses below p = 1/e.
 
 Needs: SFT with ids beside labels or a mask, and a model that gives logits for every token
-How: The loss and the label's log-prob are differentiated by the label's logits, which the model computes while the loss
-runs.
-Exceptions: Regularisers and other mask conventions rotate the gradient a little; only a gradient that points away is a
-failure. Labels of a weight below 0 are left out; unlikelihood training without weights is not SFT.
+How: L and lp are differentiated by the label's logits, which the model computes while the loss runs.
+Exceptions: Regularisers rotate the gradient a little; only one that points away is a failure. Labels of a weight below
+0 are left out; unlikelihood training without weights is not SFT.
 Detects: a flipped sign of the loss, a DFT weight that is not detached
 """
 
@@ -44,12 +43,11 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_applicable(SUBJECT, "log-probs do not fit the labels"))
     lowest = torch.where(on, found.logprobs, torch.inf).argmin()
     lp, cosine = float(found.logprobs.flatten()[lowest]), float(found.cosines.flatten()[lowest])
-    if not cosine or not math.isfinite(cosine):
-        raise Ends(LAW.not_applicable(SUBJECT, "it has a zero gradient: see CV"))
+    LAW.needs(cosine and math.isfinite(cosine), SUBJECT, "it has a zero gradient: see CV")
     yield probe.descends(
         SUBJECT, f"cosine {beside(cosine, AWAY)} between -∂L and ∂lp by its logits, at lp = {lp:.2g}", cosine,
-        "Training makes an unlikely label even less likely: the sign of the loss is flipped, or a weight that depends "
-        "on the label's probability is not detached.", AWAY,
+        "Training makes an unlikely label less likely: the loss has the wrong sign, or a weight that depends on the "
+        "label's probability is not detached.", AWAY,
     )  # fmt: skip
 
 

@@ -1,18 +1,15 @@
 """GL: Every trainable parameter and every term has a gradient; the parameters' bits change and most of each update is
 applied; the optimizer owns, and the clip bounds, exactly what is trainable; nothing else moves.
 
-Needs: model and loss; optimizer for what moves and what it owns; clipped for what is clipped; backward and update where
-the run has its own; weighed for the terms
-How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits the update is compared
-with that of the same optimizer on fp32 copies: at least half of it has to be applied.
-Exceptions: LoRA's A has a zero gradient while B = 0: it may get one at step 2. Weight decay alone moves a parameter
-without a gradient, so gradients are checked first. Experts that receive no token are declared in may_idle; a child of
-the model that the loss never calls (the head of another loss) is "not declared". Running statistics change in the
-forward pass, so only buffers that an update changes count. Optimizers with master weights, Kahan summation or
-stochastic rounding may apply an update later; if little changed, the same gradient is applied again before judging. A
-term that is inactive by design where training begins is judged in the state that active declares.
-Warns: (row "parameters whose gradient cancels") a bias before a normalisation that subtracts it, and one that is added
-to both sides of a difference (a critic's output). They train nothing; bias=False leaves them out.
+Needs: model and loss; optimizer, clipped, weighed; backward and update where the run has its own
+How: 2 real steps from the real state, then every bit is compared and restored. In 16 bits at least half of the update
+that the same optimizer makes on fp32 copies has to be applied.
+Exceptions: LoRA's A may get its gradient at step 2 (B = 0 before). Experts without a token are declared in may_idle; a
+child of the model that the loss never calls is "not declared". Running statistics may change in the forward pass.
+Master weights, Kahan summation and stochastic rounding may apply an update later: the same gradient is applied again.
+A term that is inactive where training begins is judged in the state that active declares.
+Warns: (row "parameters whose gradient cancels") a bias before a normalisation that subtracts it, and one on both sides
+of a difference (a critic's output). They train nothing; bias=False leaves them out.
 Detects: SkyRL #852 (A = B = 0), open-unlearning #178 (checkpointing cuts the graph), bf16 gates that never move,
 prime-rl #1311, torchao #1124 (bf16 weights keep a tenth of their updates)
 """
@@ -31,7 +28,7 @@ from earnest_audit.law import Law, Rows
 from earnest_audit.laws.arrival import SHARE, after_warmup, arrival
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
-from earnest_audit.restore import observed, perturbation_sizes
+from earnest_audit.restore import observed
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
@@ -52,28 +49,30 @@ def check(probe: Probe) -> Rows:
 
 def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
     step, norm = probe.step, first.norm()
-    alone = "" if step.weighed or step.active is None else _inactive(step, step.name.removeprefix("term "))
+    alone = "" if step.weighed else _inactive(step, step.name.removeprefix("term "))
     yield LAW.finding(
         step.name, f"gradient norm {norm:.3g}{alone}", "finite and above 0", first.finite() and norm > 0,
-        "The step trains nothing, or trains on NaN. Look for a detach, a no_grad, all-zero advantages, an all-zero "
-        "mask, and for old log-probs that are those of this forward pass, with their graph.",
+        "The step trains nothing, or on NaN. Look for a detach, a no_grad, advantages or a mask that are all 0, and "
+        "old log-probs that are those of this forward pass, with their graph.",
     )  # fmt: skip
     yield from terms
     if not first.finite():
         return
-    optimizer = step.optimizer
-    owned = None if optimizer is None else [p for group in optimizer.param_groups for p in group["params"]]
+    owned = None if step.optimizer is None else [p for g in step.optimizer.param_groups for p in g["params"]]
     yield _same_set(
         probe, "the optimizer's parameters", owned, "optimizer=…",
-        "The optimizer was made for another set than what is trainable: {}. It was built before an adapter was "
-        "attached or a layer replaced, or a group was forgotten. Several optimizers are given as a list.",
+        "It is older than an adapter or a layer, or lacks a group. Several optimizers are given as a list.",
     )  # fmt: skip
     yield _same_set(
         probe, "the clipped parameters", step.clipped, "clipped=[…], what clip_grad_norm_ is given,",
-        "The gradient's norm is taken and bounded over another set than what is trained: {}. What is left out is "
-        "updated at its full length, whatever max_grad_norm is.",
+        "What is left out is updated at its full length, whatever max_grad_norm is.",
     )  # fmt: skip
-    yield _unwritten(probe)
+    # A norm that is held in place (an embedding's max_norm) settles at once: it is written once only.
+    moved = probe.written() and probe.written_again()
+    yield LAW.none(
+        "the weights, after one call of the loss", moved, f"{len(moved)} tensors changed",
+        " change with every call of the loss: noise in place, a clamp or a renormalisation adds up.",
+    )  # fmt: skip
     with probe.training():
         yield from _train(probe, first)
 
@@ -81,17 +80,14 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
 def _terms(probe: Probe) -> Rows:
     """Every declared term by itself, with the weights of the others at 0."""
     weighed = probe.step.weighed
-    norms = {
-        term: probe.own_gradient({k: 0.0 for k in weighed.values() if k != knob}).norm()
-        for term, knob in weighed.items()
-    }
+    off = {term: {k: 0.0 for k in weighed.values() if k != knob} for term, knob in weighed.items()}
+    norms = {term: probe.own_gradient(others).norm() for term, others in off.items()}
     total = sum(norms.values())
     for term, norm in norms.items():
         share = f"{norm / total if total else 0.0:.0%} of the sum{_inactive(probe.step, term)}"
         yield LAW.finding(
             f"term {term}", f"gradient norm {norm:.3g}, {share}", "above 0", norm > 0,
-            f"The term {term} adds nothing to the gradient: it trains nothing. Look at its signal (all advantages 0? a "
-            "mask?), at a detach, and at its threshold.",
+            f"The term {term} adds nothing to the gradient. Look at its signal, mask and threshold, and for a detach.",
         )  # fmt: skip
 
 
@@ -110,25 +106,12 @@ def _same_set(probe: Probe, subject: str, given: Sequence[Tensor] | None, declar
     return LAW.finding(
         subject, f"{len(missing)} trainable ones missing, {strangers} that are not the model's, {twice} twice",
         "exactly the trainable parameters, once each", not missing and not strangers and not twice,
-        meaning.format(some(missing) or "see the counts"),
-    )  # fmt: skip
-
-
-def _unwritten(probe: Probe) -> Finding:
-    moved = probe.written()
-    if moved and not probe.written_again():  # a norm that is held in place (an embedding's max_norm) settles at once
-        moved = []
-    return LAW.finding(
-        "the weights, after one call of the loss", f"{len(moved)} tensors changed",
-        "none: only the optimizer moves them", not moved,
-        f"The loss writes into the weights themselves: {some(moved)}. Noise that is added in place, a clamp or a "
-        "renormalisation adds up from call to call, at evaluations too.",
+        f"This is another set than what is trainable{f' (without {some(missing)})' if missing else ''}. {meaning}",
     )  # fmt: skip
 
 
 def _train(probe: Probe, first: Gradient) -> Rows:
-    """A few real steps from the real state. A parameter that starts at 0 · 0 stays there; a perturbation would hide
-    it."""
+    """A few real steps from the real state: a perturbation would hide a parameter that stays at 0 · 0."""
     step, names = probe.step, list(probe.parameters)
     before = {n: bits(p) for n, p in step.model.named_parameters()}
     frozen = [n for n, p in step.model.named_parameters() if n not in probe.parameters and not p.requires_grad]
@@ -141,19 +124,11 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         buffers = {n: bits(t) for n, t in step.model.named_buffers()}
         _update(probe, gradient.parts)
         pushed |= {n for n, t in step.model.named_buffers() if buffers.get(n) != bits(t)}
-    rate = _rate(step)
-    if rate == 0:
-        yield LAW.finding(
-            "learning rate", "0", "above 0", False,
-            "The learning rate is 0: no parameter moves, and one that waits for another to move gets no gradient.",
-        )  # fmt: skip
     alive = {n for n, most in sizes.items() if most > 0}
-    largest = max(sizes.values(), default=0.0)
-    small = [n for n, size in sizes.items() if size <= CANCELS * largest] if largest > 0 else []
-    zero = {n for n in small if probe.parameters[n].ndim <= 1}
-    offset = [n for n in names if n in zero - alive and not idles(n, step.may_idle)]
-    pairs = step.kind == "preference"
-    dead = [n for n in names if n not in alive and n not in offset and not idles(n, step.may_idle)]
+    least = CANCELS * max(sizes.values(), default=0.0)
+    zero = {n for n, most in sizes.items() if least > 0 and most <= least and probe.parameters[n].ndim <= 1}
+    silent, pairs = [n for n in names if n not in alive and not idles(n, step.may_idle)], step.kind == "preference"
+    offset, dead = [n for n in silent if n in zero], [n for n in silent if n not in zero]
     heads = _uncalled(probe, dead) if dead else []
     for head in heads:
         dead = [n for n in dead if not n.startswith(f"{head}.")]
@@ -162,11 +137,10 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     yield LAW.finding(
         f"{len(names)} trainable parameters",
         f"{len(alive)} got a gradient within {STEPS} steps" + (f", {idle} idle" if idle else "")
-        + (f"; {some(offset)} cancels in every pair and trains nothing" if offset and pairs else ""),
+        + (f"; {some(offset)} cancels in every pair" if offset and pairs else ""),
         "all but those that may idle" if step.may_idle or heads else "all", not dead,
-        f"No gradient reaches {some(dead)}. " + ("The learning rate is 0." if rate == 0 else
-        "They are detached or bypassed, checkpointing cuts the graph, or two factors are both 0. Declare what idles "
-        'by design (experts without a token, a bias that cancels): may_idle=("*.experts.*", "head.bias").'),
+        f"No gradient reaches {some(dead)}: a detach, a bypass, checkpointing that cuts the graph, or two factors that "
+        'are both 0. Declare what idles by design (an expert without a token): may_idle=("*.experts.*",).',
     )  # fmt: skip
     still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and n in alive]
     lost = ([] if pairs else offset) + [n for n in still if n in zero and step.optimizer is not None]
@@ -182,9 +156,8 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     yield LAW.finding(
         f"{len(names)} trainable parameters", f"{len(alive) - len(still)} changed their bits",
         f"all that got a gradient ({len(alive)})", not still,
-        f"{some(still)} get a gradient and do not move: " + ("the learning rate is 0." if rate == 0 else
-        "the optimizer does not own them, or the update is lost when it is rounded to their dtype (keep trainable "
-        "parameters in fp32, or raise the learning rate)."),
+        f"{some(still)} get a gradient and do not move: the optimizer does not own them, the learning rate is 0, or "
+        "rounding to their dtype loses the update (keep them in fp32, or raise the learning rate).",
     )  # fmt: skip
     if found is not None and found.share is not None:
         yield LAW.finding(
@@ -193,17 +166,15 @@ def _train(probe: Probe, first: Gradient) -> Rows:
             + (f" ({len(found.masters)} have a master copy)" if found.masters else "")
             + (" (the update rounds at random)" if found.random else ""),
             f"≥ {SHARE:.0%}", found.arrives,
-            "Most of every update is lost when it is rounded to the parameters' 16 bits, at this learning rate, for "
-            "ever: keep trainable parameters in fp32 (or a master copy of them in the optimizer), round at random, or "
-            "raise the learning rate.",
+            "Rounding to the parameters' 16 bits loses most of every update, at this learning rate: keep them (or a "
+            "master copy in the optimizer) in fp32, round at random, or raise the learning rate.",
         )  # fmt: skip
-    now = dict(step.model.named_parameters())
-    moved = [n for n in frozen if before[n] != bits(now[n])] + sorted(pushed)
+    moved = [n for n, p in step.model.named_parameters() if n in frozen and before[n] != bits(p)] + sorted(pushed)
     running = sum(born.get(n) != bits(t) for n, t in step.model.named_buffers() if n not in pushed)
     aside = f"; {running} buffers did in the forward pass, as running statistics do" if running else ""
-    yield LAW.finding(
-        f"{len(frozen)} frozen parameters, {len(born)} buffers", f"{len(moved)} moved{aside}", "none", not moved,
-        f"{some(moved)} moved although frozen: the optimizer or a hook reaches further than declared.",
+    yield LAW.none(
+        f"{len(frozen)} frozen parameters, {len(born)} buffers", moved, f"{len(moved)} moved{aside}",
+        " moved although frozen: the optimizer or a hook reaches further than declared.",
     )  # fmt: skip
 
 
@@ -212,19 +183,13 @@ def _uncalled(probe: Probe, dead: Sequence[str]) -> list[str]:
     model, called = probe.step.model, set[nn.Module]()
     with observed(model.modules(), lambda module, *_: called.add(module)):
         probe.look(dict(probe.step.batch))
-    owned = {name: [f"{name}.{n}" for n, _ in child.named_parameters()] for name, child in model.named_children()
-             if called.isdisjoint(child.modules())}  # fmt: skip
-    return [name for name, own in owned.items() if own and set(own) <= set(dead)]
-
-
-def _rate(step: Step) -> float | None:
-    """The largest learning rate of the optimizer's groups; None where it is not known."""
-    groups = [] if step.optimizer is None else step.optimizer.param_groups
-    return max((float(group["lr"]) for group in groups if "lr" in group), default=None)
+    idle = {name: child for name, child in model.named_children() if called.isdisjoint(child.modules())}
+    owned = {name: {f"{name}.{n}" for n, _ in child.named_parameters()} for name, child in idle.items()}
+    return [name for name, own in owned.items() if own and own <= set(dead)]
 
 
 def idles(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a parameter is declared to get no gradient from some batches, as an expert without a token."""
+    """Whether a parameter is declared to get no gradient from some batches."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -234,23 +199,17 @@ def _update(probe: Probe, parts: Mapping[str, Tensor | None]) -> None:
         g = parts[name]
         p.grad = None if g is None else g.to_sparse(1) if name in probe.sparse else g.clone()
     owned = [p for p in probe.parameters.values() if p.grad is not None]
-    bounded = owned if step.clipped is None else [p for p in step.clipped if p.grad is not None]
     if step.optimizer is not None:
         after_warmup(step.optimizer)
     if step.update is not None:
         step.update()
         return
-    if step.max_grad_norm is not None and bounded:
-        torch.nn.utils.clip_grad_norm_(bounded, step.max_grad_norm)
-    if step.optimizer is not None:
-        step.optimizer.step()
-        step.optimizer.zero_grad(set_to_none=True)
-        return
-    with torch.no_grad():  # without an optimizer: a small step of our own, only to leave the initial state
-        for p, size in zip(owned, perturbation_sizes(owned, 1e-3), strict=True):
-            assert p.grad is not None
-            p.sub_(p.grad * (size / p.grad.float().square().mean().sqrt().clamp_min(1e-30)))
-            p.grad = None
+    if step.max_grad_norm is not None:
+        torch.nn.utils.clip_grad_norm_(owned if step.clipped is None else step.clipped, step.max_grad_norm)
+    if owned:  # without an optimizer: a small step of our own, only to leave the initial state
+        optimizer = step.optimizer or torch.optim.Rprop(owned, lr=1e-3)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
 
 
 def cancelling(names: list[str]) -> Finding:

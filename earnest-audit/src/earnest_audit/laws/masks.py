@@ -1,18 +1,16 @@
 """MI: Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do not
 matter.
 
-Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (where no mask
-is declared, an attention mask with padding is enough for more padding)
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest
 How: Each is changed or added; the gradient must stay the same within the step's own resolution. More padding is judged
-in the tensors of wide, or in those that are guessed from their widths, which the verdict lists. Padding after a row
-that is attended to may change the gradient by a factor only, in a model that does not look ahead.
-Exceptions: Prompt tokens do matter, through attention. A sequence mean may count a row without supervised tokens, so a
-factor B/(B+1) is allowed; of a pair without any, only what stands in it must not matter. Left padding is added only
-where the batch has some. Tensors that have the rows' width by accident (prompts beside completions) must not be padded
-with them: declare wide; where the guess fails and a narrower one holds, the row is "not declared". Per-token rewards
-that are 0 wherever they are masked may be summed without the mask. A term of the loss with a mask of its own declares
-it in masks. A pair without a token may give NaN; a score that is read where an answer ends declares chosen_attention
-and rejected_attention, and no masks.
+in the tensors of wide, or in those that are guessed from their widths. Padding after a row that is attended to may
+change the gradient by a factor only, in a model that does not look ahead.
+Exceptions: A sequence mean may count a row without supervised tokens: a factor B/(B+1). A pair without any may give
+NaN; only what stands in it must not matter. Left padding is added only where the batch has some. Tensors that have the
+rows' width by accident (prompts beside completions) are left out by wide; where the guess fails and a narrower one
+holds, the row is "not declared". Rewards per token that are 0 where masked may be summed without the mask. A term with
+a mask of its own declares it in masks; a score that is read where an answer ends declares chosen_attention and
+rejected_attention, and no masks.
 Warns: (padding that is attended to) a row that is divided by prompt and answer on purpose, and an undeclared term over
 all tokens that are attended to (load balancing).
 Detects: verl #2513, #1440 and #6362, TRL #4170, AReaL #1346, a KL barrier that is NaN on an empty mask, answers that
@@ -41,7 +39,7 @@ TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    paired = [s for s in edits.SIDES if s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys()]
+    paired = all(s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
     if edits.supervised(step) is None and not paired:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
         yield LAW.not_declared("masks", f"roles={what}")
@@ -50,13 +48,13 @@ def check(probe: Probe) -> Rows:
     base = probe.off_policy()
     LAW.needs(probe.gradient(base).finite(), "masks", "not finite off-policy", "See IG.")
     parts = {"signals where masked": _signals(probe, base), "more padding": _padding(probe)}
-    masked = not paired or all(f"{s}_mask" in step.roles for s in edits.SIDES)
-    more = {MASKED: _masked_row(probe), ATTENDED: _attended(probe)} if masked else {}
-    yield from probe.tried({**parts, **more})
+    if not paired or all(f"{s}_mask" in step.roles for s in edits.SIDES):
+        parts |= {MASKED: _masked_row(probe), ATTENDED: _attended(probe)}
+    yield from probe.tried(parts)
 
 
 def _texts(step: Step) -> Iterator[tuple[str, str, Tensor, Tensor]]:
-    """Ids and their attention mask: the role of the first, the key of the second, and both."""
+    """The role of ids, the key of their attention mask, and both."""
     for role, mask in TEXTS:
         ids, shown = step.value(role), step.value(mask)
         if ids is not None and shown is not None and ids.shape == shown.shape:
@@ -65,42 +63,37 @@ def _texts(step: Step) -> Iterator[tuple[str, str, Tensor, Tensor]]:
 
 def _signals(probe: Probe, base: edits.Batch) -> Rows:
     step = probe.step
-    changes: dict[str, edits.Batch] = {}
+    changes: dict[str, Tensor] = {}
     for salt, role in enumerate(r for r in edits.PER_TOKEN if r in step.roles):
-        bounds = edits.bounds(step, role)
-        if bounds is None or bool(bounds[1].all()):
+        if (bounds := edits.bounds(step, role)) is None:
             continue
-        where = ~bounds[1].expand_as(step.batch[step.roles[role]])
+        key = step.roles[role]
+        where = ~bounds[1].expand_as(step.batch[key])
         if role == "rewards":  # may be summed without a mask if they are 0 where masked
-            where = where & (step.batch[step.roles[role]] != 0)
-        changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)
-        if not torch.equal(changed[step.roles[role]], base[step.roles[role]]):
+            where = where & (step.batch[key] != 0)
+        changed = edits.perturb(step, base, role, edits.generator(step, 300 + salt), where=where)[key]
+        if not torch.equal(changed, base[key]):
             changes[role] = changed
     for role, _, ids, shown in _texts(step):  # another id wherever the attention mask is 0
         if bool((shown == 0).any()):
-            changes[role] = {**base, step.roles[role]: edits.other_ids(step, ids.clamp_min(0), shown == 0)}
+            changes[role] = edits.other_ids(step, ids.clamp_min(0), shown == 0)
     LAW.needs(changes, "signals where masked", "no declared signal is masked")
-    whole = {**base, **{step.roles[r]: b[step.roles[r]] for r, b in changes.items()}}
-    together = probe.change(whole, base)
+    together = probe.change({**base, **{step.roles[role]: changed for role, changed in changes.items()}}, base)
     if together <= probe.tolerance:
         yield probe.same(f"{', '.join(changes)} where masked", together, "")
         return
-    for role, batch in changes.items():  # one at a time, to find which
+    for role, changed in changes.items():  # one at a time, to find which
         yield probe.same(
-            f"{role} where masked", probe.change(batch, base),
-            f"{step.roles[role]!r} enters at masked positions: the mask is not applied to it, does not reach the "
-            "model, is shifted by one, or another tensor is used in its place.",
+            f"{role} where masked", probe.change({**base, step.roles[role]: changed}, base),
+            f"{step.roles[role]!r} enters where it is masked: the mask is not applied to it, does not reach the model, "
+            "is shifted by one, or is another tensor's.",
         )  # fmt: skip
 
 
 def _padding(probe: Probe) -> Rows:
     step = probe.step
-    paired = all(s in step.roles for s in edits.SIDES)
-    sides = all({f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
-    known = edits.supervised(step) is not None or sides or edits.by_attention(step)
-    if not known or (step.value("ids") is None and not paired):
-        what = 'roles={"chosen_mask": …, "rejected_mask": …}' if paired else 'roles={"ids": …} beside the mask'
-        raise Ends(LAW.not_declared("more padding", what))
+    if step.value("ids") is None and not {*edits.SIDES} <= step.roles.keys():
+        raise Ends(LAW.not_declared("more padding", 'roles={"ids": …} beside the mask'))
     LAW.needs(edits.readings(step) != [set()], "more padding", "no tensor is padded, by declaration")
     left = any(bool((shown[:, 0] == 0).any()) for *_, shown in _texts(step))
     for side in ("right", "left"):
@@ -116,9 +109,8 @@ def _padding(probe: Probe) -> Rows:
 def _padded(probe: Probe, subject: str, side: str, keys: set[str], new: bool = False) -> Finding:
     return probe.same(
         subject, probe.change(edits.pad(probe.step, side, keys=keys, new=new)),
-        "The gradient depends on how far the batch is padded: a mean over positions counts padding, padded positions "
-        "are supervised, the mask is shifted by one, or positions are counted from the first padded one. Where rows "
-        "are never padded, declare wide=().", rows=True,
+        "The gradient depends on padding: a mean counts it, it is supervised, the mask is shifted by one, or positions "
+        "are counted from the first padded one. Where rows are never padded, declare wide=().", rows=True,
     )  # fmt: skip
 
 
@@ -141,13 +133,13 @@ def _attended(probe: Probe) -> Rows:
     LAW.needs(causal, ATTENDED, "the model attends to later tokens")
     yield LAW.doubtful(probe.fair(LAW.finding(
         ATTENDED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}", f"up to {limit:.2g}", holds,
-        "Unsupervised tokens after the answers change the weight of rows: a row is divided by its whole length, prompt "
-        "or tool output included, and not by its number of supervised tokens.",
+        "Unsupervised tokens after an answer change its weight: it is divided by the row's length, prompt or tool "
+        "output included, and not by its number of supervised tokens.",
     )))  # fmt: skip
 
 
 def _masked_row(probe: Probe) -> Rows:
-    step, whole = probe.step, probe.gradient()
+    step = probe.step
     LAW.needs(not (step.rows_interact or step.grouped), MASKED, "rows interact by declaration")
     least = step.rows / (step.rows + 1)
     with probe.may_refuse(MASKED, "one more row cannot be run"):
@@ -157,18 +149,18 @@ def _masked_row(probe: Probe) -> Rows:
         LAW.needs(masked.finite() and other.finite(), MASKED, "a pair without a token has no finite gradient")
         raise Ends(probe.same(
             MASKED, masked.distance(other),
-            "The content of a pair whose masks are all 0 matters: some part of the loss ignores the masks.", rows=True,
+            "The content of a pair whose masks are all 0 matters: a part of the loss ignores them.", rows=True,
         ))  # fmt: skip
     LAW.needs(masked.finite() or step.empty_rows, MASKED, "every row has a supervised token, by declaration")
     if not masked.finite():
         why = "A row without a supervised token gives 0/0; divide by max(count, 1). (Or declare empty_rows=False.)"
         raise Ends(LAW.finding(MASKED, "the gradient is not finite", "finite", False, why))
-    factor, rest, holds = probe.scales(masked, whole, least - 0.02, 1.02)
+    factor, rest, holds = probe.scales(masked, probe.gradient(), least - 0.02, 1.02)
     yield probe.fair(LAW.finding(
         MASKED, f"the gradient is {factor:.3g}× the same up to {rest:.2g}",
         f"1× or {step.rows}/{step.rows + 1}×", holds and min(abs(factor - 1), abs(factor - least)) <= 0.02,
-        "A row in which no loss is taken changes the gradient: some part of the loss ignores the mask, or a count has "
-        "something of that row. Where rows are coupled on purpose (a whitening), declare rows_interact=True.",
+        "A row in which no loss is taken changes the gradient: a part of the loss, or a count, ignores the mask. Where "
+        "rows are coupled on purpose (a whitening), declare rows_interact=True.",
     ))  # fmt: skip
 
 

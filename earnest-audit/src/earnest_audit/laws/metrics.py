@@ -3,12 +3,11 @@ declared to be the whole loss add up to it.
 
 L = Σ weight·term + Σ fixed terms
 
-Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; for the sum, the weight of
-every term: the setting that weighs it, or 1.0
+Needs: a step that returns (loss, metrics); metrics={name: Metric(low, high, weight=…)}; all terms' weights for a sum
 How: Metrics on the batch, in distant states, and with behaviour = current policy; undeclared kinds are guessed from
-usual names. Then each term by itself: what a thousand times its weight adds to the loss.
-Exceptions: Counts and settings are constant by nature: where they are declared, Metric(moves=False). A metric with
-another normaliser than its term does not add up; then declare no weight of 1.0.
+usual names. Then what a thousand times each term's weight adds to the loss.
+Exceptions: A count or a setting is constant: Metric(moves=False). A metric with another normaliser than its term does
+not add up: then declare no weight.
 Warns: (an undeclared share or ratio that is constant, unless it is the clipped share beside a clip or the accuracy of
 pairs; an undeclared ratio that is not 1, unless its name is "ratio") a share of what this batch does not have, such as
 truncated answers, and a ratio that is 1 by design, or to another policy.
@@ -40,9 +39,9 @@ def check(probe: Probe) -> Rows:
         raise Ends(LAW.not_declared("metrics", "metrics by returning (loss, {name: value})"))
     if "loss" in found:
         off = abs(found["loss"] - reading.loss) / max(abs(reading.loss), 1e-9)
-        yield LAW.finding(
-            "metric loss", f"{found['loss']:.6g}, the loss is {reading.loss:.6g}", "the same",
-            off <= max(1e-3, probe.tolerance), "What is logged as the loss is another number than what is minimised.",
+        yield LAW.agrees(
+            "metric loss", off, max(1e-3, probe.tolerance), "What is logged as the loss is not what is minimised.",
+            f"{found['loss']:.6g}, the loss is {reading.loss:.6g}: off by {{}}",
         )  # fmt: skip
     wild = [n for n, v in found.items() if not math.isfinite(v)]
     yield LAW.none(f"{len(found)} metrics", wild, f"{len(wild)} not finite", " is NaN or infinite on a good batch.")
@@ -68,12 +67,11 @@ def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
         if m.low is None and m.high is None:
             continue
         seen = [s[name] for s in states if name in s]
-        room = 1e-5 * max(1.0, *(abs(v) for v in seen if math.isfinite(v)), 1.0)
+        room = 1e-5 * max([1.0, *(abs(v) for v in seen if math.isfinite(v))])
         inside = all((m.low is None or v >= m.low - room) and (m.high is None or v <= m.high + room) for v in seen)
         yield LAW.finding(
             f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g}", f"[{m.low}, {m.high}]", inside,
-            f"{name} leaves the range that it cannot leave: it is another quantity (a sign, a missing log, a wrong "
-            "denominator).",
+            f"{name} leaves the range of such a metric: a sign, a missing log, a wrong denominator.",
         )  # fmt: skip
     moving = [name for name, m in facts.items() if m.moves or name in step.weights]
 
@@ -83,8 +81,8 @@ def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
     for size in (0.3, 3.0, 10.0):
         if not all(_moves(seen_in(name)) for name in moving):
             with probe.perturbed(size):
-                batches = [probe.off_policy(), *([exchanged(step)] if step.kind == "preference" else [])]
-                states += [probe.look(batch).metrics for batch in batches]
+                states.append(probe.look(probe.off_policy()).metrics)
+                states += [probe.look(exchanged(step)).metrics] if step.kind == "preference" else []
     for name in moving:
         seen, unsure = seen_in(name), "moves" in facts[name].unsure
         if unsure and not _moves(seen):
@@ -94,8 +92,7 @@ def _in_states(probe: Probe, found: Mapping[str, float]) -> Rows:
                     seen.append(probe.look(edits.take_rows(step, torch.tensor([0]))).metrics[name])  # may be refused
         row = LAW.finding(
             f"metric {name}", f"{min(seen):.4g} … {max(seen):.4g} in {len(seen)} states", "it moves", _moves(seen),
-            f"{name} is {seen[0]:.4g} whatever the policy and the batch: it is a constant, a default that nothing "
-            "sets, or 0 by construction.",
+            f"{name} is {seen[0]:.4g} in every state: a constant, a default that nothing sets, or 0 by construction.",
         )  # fmt: skip
         yield LAW.doubtful(row) if unsure else row
 
@@ -106,17 +103,16 @@ def _moves(seen: list[float]) -> bool:  # by more than rounding
 
 def _sums(probe: Probe) -> Rows:
     """L = Σ weight·term + Σ fixed terms, where all terms of the loss are declared; then each term by itself."""
-    step, reading, subject = probe.step, probe.read(), "the sum of the terms"
+    step, reading = probe.step, probe.read()
     weights = {m: float(step.knobs[knob]) * (-1 if step.facts[m].raises else 1) for m, knob in step.weights.items()}
     parts = {m: w * reading.metrics[m] for m, w in {**dict.fromkeys(step.fixed, 1.0), **weights}.items()}
-    total, scale = sum(parts.values()), max([abs(reading.loss), *map(abs, parts.values())])
-    room = max(ROUNDED, probe.coarsest) * scale
+    total = sum(parts.values())
+    room = max(ROUNDED, probe.coarsest) * max([abs(reading.loss), *map(abs, parts.values())])
     sums = " + ".join(f"{v:.4g} ({m})" for m, v in parts.items())
     yield LAW.finding(
-        subject, f"{sums} = {total:.4g}, the loss is {reading.loss:.4g}", f"equal, up to {room:.1g}",
+        "the sum of the terms", f"{sums} = {total:.4g}, the loss is {reading.loss:.4g}", f"equal, up to {room:.1g}",
         abs(total - reading.loss) <= room,
-        "The declared terms do not add up to the loss: one is logged and not trained, is weighed twice, or another one "
-        "is in the loss.",
+        "The declared terms are not the loss: one is not trained or is weighed twice, or another one is in the loss.",
     )  # fmt: skip
     for metric, knob in step.weights.items():
         with suppress(Exception):  # the step refuses such a weight, as it may
@@ -144,15 +140,13 @@ def _unchanged(probe: Probe) -> Rows:
     rounded = max((float(torch.finfo(v.dtype).eps * v.abs().max()) for v in stored if v.is_floating_point()), default=0)
     room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
     for name, m in probe.metrics.items():
-        if m.neutral is None or name not in found:
-            continue
-        row = LAW.finding(
-            f"metric {name}, policy unchanged", f"{found[name]:.4g}", f"{m.neutral:g}",
-            abs(found[name] - m.neutral) <= room,
-            f"For a policy that equals the one that sampled, {name} is {m.neutral:g}. It is not: log-probs are "
-            "recomputed differently (temperature, shift), or the metric is another quantity under this name.",
-        )  # fmt: skip
-        yield LAW.doubtful(row) if "neutral" in m.unsure else row
+        if m.neutral is not None and name in found:
+            row = LAW.agrees(
+                f"metric {name}, policy unchanged", abs(found[name] - m.neutral), room,
+                "Before any update log-probs are recomputed differently (temperature, shift), or the metric is another "
+                "quantity under this name.", f"{found[name]:.4g}, and off {m.neutral:g} by {{}}",
+            )  # fmt: skip
+            yield LAW.doubtful(row) if "neutral" in m.unsure else row
 
 
 LAW = Law("MR", "metrics", __doc__, check)

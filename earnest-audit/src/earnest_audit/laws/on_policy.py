@@ -3,14 +3,12 @@ log-probs, and a clip whose range contains 1 has no effect.
 
 on-policy, no other term:   ∇L = -Σ w·∇lp by token,   w = ∂L/∂behaviour
 
-Needs: roles advantages (or rewards) and behaviour; logprobs=fn(model, batch); weights of the other terms, which are
-switched off
+Needs: roles advantages (or rewards) and behaviour; logprobs=fn(model, batch); the weights of the other terms
 How: Clips are widened; the gradient is rebuilt from the loss's derivative by the behaviour log-probs; -∇L is compared
 with ∇Σ A·lp, without logprobs in the logits that the model computes. What remains at advantages 0 is taken off first.
 Exceptions: A step that whitens its advantages over the batch declares rows_interact=True. Where the ratio is under a
 stop-gradient (value_is_loss=False), nothing is rebuilt.
-Warns: (row "the gradient goes through …") a loss that uses its log-probs twice, or that depends on the behaviour's
-log-probs otherwise than by the ratio.
+Warns: (row "the gradient goes through …") a loss that uses log-probs beside the ratio.
 Detects: TRL #4499, mlx-lm-lora #50, verl #2513, TRL #3029 and others (temperature), OpenRLHF feeb0283, a lost sign
 """
 
@@ -18,6 +16,7 @@ from __future__ import annotations
 
 import math
 
+import torch
 from torch import Tensor
 
 from earnest_audit import edits
@@ -32,10 +31,7 @@ from earnest_audit.verdict import Finding
 
 THROUGH = "the gradient goes through the declared log-probs"
 RAISES = "descending the loss raises Σ A·lp"
-REVERSED = (
-    "The step does not make tokens with a positive advantage more likely: a sign is lost, advantages are paired with "
-    "other rows, or they have no part in the gradient."
-)
+REVERSED = "Tokens of a positive advantage do not rise: a sign is lost, or advantages are unused or of other rows."
 
 
 def check(probe: Probe) -> Rows:
@@ -54,22 +50,21 @@ def check(probe: Probe) -> Rows:
 
 def _clips(probe: Probe) -> Rows:
     """Wider clips change nothing; all in the evaluation that also doubles the advantages, and alone if that fails."""
-    wide, quiet, change = wider(probe), probe.quiet, math.inf
+    wide, together = wider(probe), math.inf
     if wide and "advantages" in probe.step.roles and not probe.step.rows_interact:
-        change = proportion(probe)
+        together = proportion(probe)
     for knob, value in wide.items():
-        if change > probe.tolerance:
-            change = at_one(probe).gradient.distance(probe.gradient(on_policy(probe), {**quiet, knob: value}))
+        change = together
+        if together > probe.tolerance:
+            change = at_one(probe).gradient.distance(probe.gradient(on_policy(probe), {**probe.quiet, knob: value}))
         yield probe.same(
             f"clip {knob} at ratio 1", change,
-            f"At ratio 1 a clip range that contains 1 has no effect, but {knob} has one: it clamps the ratio itself, "
-            "or the ratio is not 1 for the unchanged policy.",
+            f"{knob} has an effect at ratio 1: it clamps the ratio itself, or the unchanged policy's ratio is not 1.",
         )  # fmt: skip
 
 
 def _through(probe: Probe, here: Reading, now: Tensor) -> Finding:
-    """∇L = -c·Σ w·∇lp, w = ∂L/∂behaviour by token: log-probs enter the loss as differences to the behaviour's only.
-    c is not 1 where a second ratio is under a stop-gradient."""
+    """∇L = -c·Σ w·∇lp, w = ∂L/∂behaviour by token; c is not 1 where a second ratio is under a stop-gradient."""
     if probe.step.value_is_loss is False:  # there ∂L/∂behaviour is the detached weight's own slope
         return LAW.not_applicable(THROUGH, "stop-gradients by declaration")
     own = token_weights(here.inputs)
@@ -85,8 +80,8 @@ def _through(probe: Probe, here: Reading, now: Tensor) -> Finding:
     return LAW.doubtful(LAW.finding(
         THROUGH, f"{factor:.3g} × -Σ (∂L/∂behaviour)·∇lp, up to {off:.2g}", f"up to {room:.1g}, factor above 0",
         off <= room and factor > 0,
-        "The loss differentiates other log-probs than the declared function returns (a temperature that is not applied "
-        "when they are recomputed, a second shift), or has another gradient path.",
+        "The loss differentiates other log-probs than logprobs returns (a temperature that is not applied there, a "
+        "second shift), or has another gradient path.",
     ))  # fmt: skip
 
 
@@ -100,19 +95,16 @@ def _raises_what_was_better(probe: Probe, gradient: Gradient, batch: edits.Batch
 
 
 def _raises_by_logits(probe: Probe) -> Rows:
-    """The same without a function for log-probs, from the logits that the model computes while the loss runs. Other
-    terms are in it, so only a gradient that points away is a failure."""
+    """The same from the logits. Other terms are in it, so only a gradient that points away is a failure."""
     if "advantages" not in probe.step.roles or (found := descent(probe)) is None:
         return
     a: Tensor = probe.step.batch[probe.step.roles["advantages"]].float()
     a = a.reshape(len(a), -1)
-    if a.shape[1] - found.rises.shape[1] == 1:
-        a = a[:, 1:]
+    a = a[:, 1:] if a.shape[1] == found.rises.shape[1] + 1 else a
     if a.shape[1] not in (1, found.rises.shape[1]):
         return
     wanted = a * edits.taken(probe.step, found.rises)
-    length = float(wanted.norm() * found.rises.norm())
-    cosine = float((wanted * found.rises).sum()) / length if length > 0 else 0.0
+    cosine = float(torch.cosine_similarity(wanted.flatten(), found.rises.flatten(), dim=0, eps=1e-30))
     yield probe.descends(
         RAISES, f"cosine {beside(cosine, AWAY)} between -∂L/∂lp and A, by token", cosine, REVERSED, AWAY
     )

@@ -4,12 +4,10 @@ that they are named for.
 L(chosen, rejected) < L(rejected, chosen)   ⟺   margin > 0 and accuracy = 1, for one pair alone
 margin = chosen - rejected                  for the two metrics that Metric(kind="margin", of=(…, …)) names
 
-Needs: roles chosen and rejected; a metric of the kind accuracy, margin, or chosen or rejected log-probs; for the
-latter logprobs=fn
+Needs: roles chosen and rejected; a metric of the kind accuracy, margin, or chosen or rejected log-probs; logprobs=fn
 How: Single pairs, as they are and with their sides swapped: which costs less, and what do the metrics show? One pair
-that agrees, in one of three states, is enough: a loss may weigh lengths otherwise than the metric does.
-Exceptions: Other declared terms are switched off; undeclared ones may outweigh the preference in some pairs. A metric
-whose sign does not change with the sides is not checked.
+that agrees, in one of three states, is enough: an undeclared term, or lengths, may outweigh the preference.
+Exceptions: A metric whose sign does not change with the sides is not checked.
 Warns: (undeclared log-probs; an undeclared margin whose name lacks a word of its pair's, as "margin" beside
 "chosen_reward") a margin in another unit, and log-probs of another model.
 Detects: an accuracy that is 1 - accuracy, a margin of rejected minus chosen, tinker-cookbook #172 (β twice),
@@ -46,27 +44,24 @@ def check(probe: Probe) -> Rows:
                     shown += [probe.look(b, probe.quiet) for b in (one, swapped(step, one))]
                 here, there = shown[-2:]
                 gap = there.loss - here.loss
-                if abs(gap) <= probe.tolerance * max(abs(here.loss), abs(there.loss)):
-                    continue
+                clear = abs(gap) > probe.tolerance * max(abs(here.loss), abs(there.loss))
                 for name, centre in names.items():
                     a, b = here.metrics[name] - centre, there.metrics[name] - centre
-                    if a * b < 0:  # it distinguishes the two sides
+                    if clear and a * b < 0:  # it distinguishes the two sides
                         seen[name].append((a > 0) == (gap > 0))
         if all(any(agree) for agree in seen.values() if agree):
             break
     for name, agree in seen.items():
-        if len(agree) > 1:  # another term, or lengths, may outweigh it in a pair; reversed, it is wrong in all states
+        if len(agree) > 1:
             yield probe.descends(
                 f"metric {name}, which side", f"{sum(agree)} of {len(agree)} pairs as the loss has it", sum(agree),
-                f"{name} prefers the answers that the loss makes less likely: a comparison is reversed, or chosen "
-                "and rejected are swapped in one of the two.",
+                f"{name} prefers the answers that the loss makes less likely: a comparison or the sides are swapped.",
             )  # fmt: skip
     yield from _differences(probe, shown)
 
 
 def _differences(probe: Probe, shown: list[Reading]) -> Rows:
-    """|margin| = |chosen - rejected| of the two metrics that it is declared of; for a pair alone a mean is the pair's
-    own value."""
+    """|margin| = |chosen - rejected| of its two metrics, of one pair alone."""
     for margin, m in probe.metrics.items():
         if m.of and shown:
             three = [[s.metrics[name] for name in (margin, *m.of)] for s in shown]
@@ -74,8 +69,7 @@ def _differences(probe: Probe, shown: list[Reading]) -> Rows:
             row = LAW.agrees(
                 f"metric {margin}, the difference", max(abs(abs(d) - abs(c - r)) for d, c, r in three),
                 4 * max(ROUNDED, probe.coarsest) * scale,
-                f"{margin} is not {m.of[0]} - {m.of[1]}: a factor is applied twice or is missing, or one of the "
-                "three is another quantity.",
+                f"{margin} is not {m.of[0]} - {m.of[1]}: a factor is missing or applied twice, or one is misnamed.",
             )  # fmt: skip
             yield LAW.doubtful(row) if "of" in m.unsure else row
 
@@ -83,8 +77,7 @@ def _differences(probe: Probe, shown: list[Reading]) -> Rows:
 def _own_side(probe: Probe) -> Rows:
     """A metric of one side's log-probs is not the other's, as a sum or as a mean over tokens."""
     step, found = probe.step, probe.look().metrics
-    kinds = {f"{side} log-probs": side for side in edits.SIDES}
-    names = {name: kinds[m.kind] for name, m in probe.metrics.items() if m.kind in kinds}
+    names = {name: side for name, m in probe.metrics.items() for side in edits.SIDES if m.kind == f"{side} log-probs"}
     if step.logprobs is None or not names:
         return
     known, room = {}, max(ROUNDED, probe.tolerance)

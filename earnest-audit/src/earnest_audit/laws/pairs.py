@@ -7,14 +7,12 @@ L = f(β·Δ - γ), γ up                →   a pair's gradient up, or as it wa
 
 Needs: roles chosen and rejected, and each answer's masks and references; logprobs=fn for the margin, in the unit that
 the loss compares; the weight of any other term in the loss; role margin or a setting of the kind target
-How: The rejected answer is replaced by the chosen one, in the loss with its declared terms off and in each term by
-itself; the margin's own gradient is compared; a label smoothing ε is compared with 1 - ε on swapped answers; one pair
-gets a larger target.
+How: The rejected answer is replaced by the chosen one; the margin's own gradient is compared; a label smoothing ε is
+compared with 1 - ε on swapped answers; one pair gets a larger target.
 Exceptions: SPPO, NCA and BCO weigh each answer by itself: pairwise=False. IPO pulls a margin that is beyond its target
 back. A reference's unit is read off its numbers: sums or averages.
 Warns: (a larger target, where the kind is guessed from the setting's name) other numbers are called gamma or offset.
-Detects: sign errors, swapped or differently masked answers, a smoothed half with a wrong sign, SimPO's margin added
-instead of subtracted
+Detects: sign errors, swapped or differently masked answers, a wrong smoothed half, SimPO's margin added
 """
 
 from __future__ import annotations
@@ -28,7 +26,7 @@ from torch import Tensor
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.parts import Part, RelativeGradient, parts, relative, undeclared
 from earnest_audit.limits import NEAR, beside
 from earnest_audit.probe import Probe
@@ -54,7 +52,8 @@ def check(probe: Probe) -> Rows:
     if step.logprobs is None:
         yield LAW.not_declared("the margin", "logprobs=lambda model, batch: (chosen [P], rejected [P])")
     else:
-        yield from _margin(probe, part or _remaining(probe))
+        rest = part or next(parts(probe))  # the loss without its declared terms, where anything is left of it
+        yield from _margin(probe, rest if rest.gradient(probe, None).norm() > 0 else Part({}))
     if part is not None:
         yield from _smoothing(probe, part)
         yield from _target(probe, part)
@@ -63,10 +62,9 @@ def check(probe: Probe) -> Rows:
 def _identical(probe: Probe, same: edits.Batch, found: list[RelativeGradient]) -> Finding:
     row = probe.vanishes(
         IDENTICAL, found[0].size,
-        f"A pair of two identical answers has a gradient in every declared part: {', '.join(map(str, found))}. Roles "
-        "are mixed up, one side is masked or normalised differently, or another term is in the loss (declare its "
-        "weight, Setting(value, \"weight\"); where each answer is weighed by itself, as in SPPO, NCA and BCO, "
-        "pairwise=False).",
+        f"Two identical answers have a gradient in every part: {', '.join(map(str, found))}. Roles are mixed up, one "
+        "side is masked or normalised differently, or another term is in the loss (declare its weight, Setting(value, "
+        "\"weight\"); where each answer is weighed by itself, as in SPPO, pairwise=False).",
     )  # fmt: skip
     if row.outcome == "holds":
         return row
@@ -75,8 +73,8 @@ def _identical(probe: Probe, same: edits.Batch, found: list[RelativeGradient]) -
     with probe.may_refuse(IDENTICAL):
         others = [k for k in others if probe.change({**same, k: same[k].flip(0, 1)}, same) > probe.tolerance]
     roles = f'roles={{"chosen_attention": …, "rejected_attention": …}}, or masks, for {", ".join(others)},'
-    missing = roles if others else undeclared(probe, step.batch, same, probe.tolerance)
-    missing = missing or (TERMS if step.pairwise is None else "")
+    terms = TERMS if step.pairwise is None else ""
+    missing = roles if others else undeclared(probe, step.batch, same, probe.tolerance) or terms
     return LAW.not_declared(IDENTICAL, missing) if missing else row
 
 
@@ -91,13 +89,12 @@ def swapped(step: Step, batch: Mapping[str, Any]) -> edits.Batch:
 def stacked(step: Step) -> list[str]:
     """The key of a reference that holds both answers of a pair [P, 2]."""
     value = step.value("reference")
-    both = value is not None and value.ndim > 1 and tuple(value.shape[:2]) == (step.rows, 2)
-    return [step.roles["reference"]] if both else []
+    return [step.roles["reference"]] if value is not None and value.shape[:2] == (step.rows, 2) else []
 
 
 def exchanged(step: Step) -> edits.Batch:
     """The answers swapped where they are apart; else the first half of the rows and the second, where libraries put the
-    chosen and the rejected ones. Of short and long answers, every far-off policy may prefer the short ones."""
+    chosen and the rejected ones: every far-off policy may prefer the shorter ones."""
     if {"chosen", "rejected"} <= step.roles.keys() and can_be_swapped(step):
         return swapped(step, step.batch)
     return edits.take_rows(step, torch.arange(step.rows).roll(step.rows // 2))
@@ -112,12 +109,6 @@ def _identical_answers(step: Step) -> edits.Batch:
     """Every rejected answer is replaced by the chosen one, with its masks and reference."""
     same = {rejected: step.batch[chosen] for chosen, rejected in step.sides.items()}
     return {**step.batch, **same, **{k: step.batch[k][:, :1].expand_as(step.batch[k]).clone() for k in stacked(step)}}
-
-
-def _remaining(probe: Probe) -> Part:
-    """The loss without its declared terms, where anything is left of it."""
-    part = next(parts(probe))
-    return part if part.gradient(probe, None).norm() > 0 else Part({})
 
 
 def _margin(probe: Probe, part: Part) -> Rows:
@@ -145,10 +136,8 @@ def _margin(probe: Probe, part: Part) -> Rows:
         way = f"logprobs= in the unit that the loss compares ({', '.join(fits)})"
         yield LAW.not_declared(ALIKE, way) if fits and "" not in fits else LAW.agrees(
             ALIKE, 1 - abs(alike[""]), room,
-            "Where the policy equals the reference all margins are 0 and all pairs weigh the same. They do not: the "
-            "reference enters with the wrong sign, on the wrong side, or normalised differently; or pairs have weights "
-            "of their own: declare them (role weights; value_is_loss=False where the loss makes them under a detach); "
-            "or each answer is weighed by itself: pairwise=False.",
+            "Pairs of one margin weigh differently: the reference has the wrong sign, side or normaliser, or pairs "
+            "have weights (declare the role weights, or value_is_loss=False); or single answers have (pairwise=False).",
             "cosine 1 - {} between ∇L and the plain sum over pairs",
         )  # fmt: skip
 
@@ -165,12 +154,10 @@ def _units(step: Step, now: Tensor) -> dict[str, Tensor]:
 def _at_reference(probe: Probe, part: Part, units: dict[str, Tensor]) -> Gradient:
     """∇L where the policy is its own reference, and every pair counts alike. The reference is in the unit of
     ``logprobs``, unless the stored numbers are several times nearer to another one, which is noted."""
-    step = probe.step
-    batch = dict(step.batch)
+    step, batch = probe.step, dict(probe.step.batch)
     for role in (r for r in ("weights", "margin") if r in step.roles):
         value: Tensor = batch[step.roles[role]]
-        mean = value.float().mean().to(value.dtype).expand_as(value).clone()
-        batch[step.roles[role]] = torch.ones_like(value) if role == "weights" else mean
+        batch[step.roles[role]] = torch.full_like(value, float(value.max()))
     stored = torch.stack([batch[step.roles[role]].reshape(units[""][0].shape) for role in REFERENCES])
     far = {unit: float((stored / now.detach()).log().abs().max()) for unit, now in units.items()}
     unit = nearest if far[nearest := min(far, key=far.__getitem__)] < far[""] / 3 else ""
@@ -183,8 +170,8 @@ def _at_reference(probe: Probe, part: Part, units: dict[str, Tensor]) -> Gradien
 
 
 def _target(probe: Probe, part: Part) -> Rows:
-    """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, less so with a larger
-    target, so a far larger one decides. Another number of that name does not strengthen a pair where it is smaller."""
+    """One pair alone: gradients of several may cancel. A squared loss past its target pulls back, so a far larger one
+    decides. Another number of that name does not strengthen a pair where it is smaller."""
     step, key = probe.step, probe.step.roles.get("margin")
     name = key or step.first("target")
     if name is None or step.rows_interact or not (key or step.knobs[name] > 0) or not probe.afford(4, keep=0.0):
@@ -200,38 +187,33 @@ def _target(probe: Probe, part: Part) -> Rows:
         size = float(one[key].abs().max()) + 1 if key else step.knobs[name]
         here, larger, smaller = pull(0.0), max(pull(size), pull(1e3)), pull(-1e3)
     least = here * (1 - max(probe.tolerance, 1e-3))
-    if larger < least and not least < smaller < math.inf:
-        raise Ends(LAW.not_applicable(subject, "nor does a smaller one strengthen a pair"))
+    judged = not larger < least or least < smaller < math.inf
+    LAW.needs(judged, subject, "nor does a smaller one strengthen a pair")
     row = probe.descends(
         subject, f"one pair's gradient is {larger:.3g}, before {here:.3g}", larger,
-        f"{name} is the margin by which the chosen answer must win, so a larger one needs a larger gradient. Here the "
-        "gradient shrinks: it is added to the margin instead of subtracted, or its sign is reversed.", least,
+        f"The chosen answer must win by {name}, so a larger one needs a larger gradient. Here it shrinks: {name} is "
+        "added to the margin instead of subtracted.", least,
     )  # fmt: skip
     yield LAW.doubtful(row) if name in step.guesses else row
 
 
 def _smoothing(probe: Probe, part: Part) -> Rows:
-    """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) have the same direction: a wrong label is a swapped pair.
-    With a target margin the two are not equal, but point the same way."""
-    step = probe.step
-    knob = step.first("smoothing")
+    """∇L(chosen, rejected; ε) and ∇L(rejected, chosen; 1 - ε) point the same way: a wrong label is a swapped pair."""
+    step, knob = probe.step, probe.step.first("smoothing")
     if knob is None or not can_be_swapped(step):
         return
-    knobs = part.knobs
     try:
-        here = probe.gradient(step.batch, {**knobs, knob: 0.1})
-        there = probe.gradient(swapped(step, step.batch), {**knobs, knob: 0.9})
+        here = probe.gradient(step.batch, {**part.knobs, knob: 0.1})
+        there = probe.gradient(swapped(step, step.batch), {**part.knobs, knob: 0.9})
     except Exception:
         return  # the step refuses more than half of the labels wrong, as it may
-    if not (here.finite() and there.finite() and here.norm() > 0 and there.norm() > 0):
-        return
-    cosine = here.cosine(there)
-    yield probe.descends(
-        f"swapped answers at 1 - {knob}",
-        f"cosine {beside(cosine, 0.0)} to the answers as they are at {knob} = 0.1", cosine,
-        f"{knob} is the share of pairs whose label is wrong, so swapping the answers and the share changes nothing. "
-        "Here it reverses the gradient: the smoothed part has a wrong sign, or does not swap the answers.",
-    )  # fmt: skip
+    if 0 < here.norm() < math.inf and 0 < there.norm() < math.inf:
+        cosine = here.cosine(there)
+        yield probe.descends(
+            f"swapped answers at 1 - {knob}", f"cosine {beside(cosine, 0.0)} to the answers at {knob} = 0.1", cosine,
+            f"{knob} is the share of wrong labels: swapping the answers and the share changes nothing. Here the "
+            "gradient is reversed: the smoothed part has a wrong sign, or does not swap the answers.",
+        )  # fmt: skip
 
 
 LAW = Law(

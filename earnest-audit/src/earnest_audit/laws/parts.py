@@ -1,10 +1,9 @@
 """The parts of a loss, by its declarations: the loss with every declared term off and ``pure`` settings set, and each
 term by itself, which is the loss with it less the loss without.
 
-A declaration says what weighs a term, and not which part is the preference (or the divergence): DPO + α·CE keeps it
-when its term is off, in ORPO it is the term λ, in α·KL + β·CE one of two. So the laws of identical answers and
-identical distributions require that one of the declared parts has no gradient there; where only a part by another
-setting has none, that setting's kind is not declared.
+No declaration tells which part is the preference (or the divergence): DPO + α·CE keeps it when its term is off, in ORPO
+it is the term λ, in α·KL + β·CE one of two. So of identical answers, or distributions, one part must have no gradient;
+where only a part by another setting has none, that setting's kind is not declared.
 """
 
 from __future__ import annotations
@@ -91,10 +90,9 @@ def undeclared(probe: Probe, usual: Mapping[str, Any], same: Mapping[str, Any], 
     """What is to be declared where a setting of no known kind weighs a term linearly, and the loss without that term,
     or the term by itself, has no gradient on ``same``."""
     step = probe.step
-    unknown = [k for k, s in step.declared.items() if s.guessed or s.kind == "setting"]
-    plain = [k for k in step.numbers.keys() & step.knobs.keys() - step.guesses.keys() - step.pure.keys()
-             if k in unknown and step.numbers[k] and probe.afford(8)]  # fmt: skip
-    for knob in sorted(plain):
+    unknown = {k for k, s in step.declared.items() if s.guessed or s.kind == "setting"}
+    plain = unknown & step.numbers.keys() & step.knobs.keys() - step.guesses.keys() - step.pure.keys()
+    for knob in sorted(k for k in plain if step.numbers[k] and probe.afford(8)):
         off, term = parts(probe, knob)
         with suppress(Exception):  # the step refuses such a weight, as it may
             twice = Part({**term.knobs, knob: 2 * term.knobs[knob]}, off.knobs).gradient(probe, usual)

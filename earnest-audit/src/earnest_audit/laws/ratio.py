@@ -2,19 +2,16 @@
 there is none).
 
 behaviour (and proximal) = now - log ρ    ∇L → ρᵏ·∇L, k = 1;  k = 0 without a weight;  k in between where it is tempered
-behaviour alone = now - log ρ             the same for the correction proximal / behaviour: k = 1, or 0 where the
-                                          weights are divided by their own mean
+behaviour alone = now - log ρ             the same for proximal / behaviour;  k = 0 where it is over its own mean
 k = 2: the weight is applied twice;  k = -1: it is inverted
 
 Needs: roles behaviour (and proximal), advantages or rewards; logprobs=fn(model, batch)
-How: From the on-policy state all ratios are set to ρ, inside every clip, and the power of ρ is measured from the
-gradient; then the same for the sampler correction alone. The first needs no evaluation of its own: it is that of the
-linearity check.
+How: All ratios are set to ρ, inside every clip, then the correction's alone; the gradient's power of ρ is measured.
 Exceptions: A product over a row has the row's length as its power, and caps or masks that act at ρ do not scale the
 gradient as a whole: neither is judged.
 Warns: (unless proximal, behaviour and advantages are declared: the ratio is to proximal, behaviour only corrects)
-advantages that the loss whitens over the batch (declare rows_interact=True),
-V-trace, where the returns contain the ratios of later tokens, and losses with another power of the ratio by design.
+advantages that the loss whitens over the batch (declare rows_interact=True), V-trace, where the returns contain the
+ratios of later tokens, and losses with another power of the ratio by design.
 Detects: slime #179 (current over rollout), a correction that is inverted or applied twice, CISPO with a squared ratio
 """
 
@@ -28,7 +25,6 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.gradient import Gradient
 from earnest_audit.law import Law, Rows
 from earnest_audit.limits import NEAR
 from earnest_audit.measure import Reading
@@ -50,14 +46,12 @@ def check(probe: Probe) -> Rows:
     doubled = "advantages" in roles and not probe.step.rows_interact
     rows = [_power(
         probe, "the ratio's power", shifted(probe, doubled=doubled), 1.0 + doubled,
-        "the ratio to the policy that sampled is applied twice (as a weight and in what is differentiated; "
-        "current over rollout beside current over old), or inverted",
+        "the ratio is applied twice (as a weight and in what is differentiated), or inverted",
     )]  # fmt: skip
     if "proximal" in roles and "rewards" not in roles:
         rows.append(_power(
             probe, "the correction's power", shifted(probe, ("behaviour",)), 1.0,
-            "the correction for the sampler (trainer's over sampler's log-probs) is inverted, or the ratio is "
-            "already relative to the sampler and is corrected again",
+            "the correction (trainer over sampler) is inverted, or the ratio is already relative to the sampler",
         ))  # fmt: skip
     sure = {"proximal", "behaviour", "advantages"} <= roles and "rewards" not in roles
     yield from rows if sure else map(LAW.doubtful, rows)
@@ -111,13 +105,15 @@ def shifted(probe: Probe, roles: Sequence[str] = edits.SAMPLERS, doubled: bool =
 
 def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault: str) -> Finding:
     knobs = {**probe.quiet, **wider(probe)}
-    once, there = policy(probe).gradient, probe.gradient(batch, knobs)
+    once, there = policy(probe).gradient.times(factor), probe.gradient(batch, knobs)
     if others(probe) is not None:  # other terms have another power
         there = there.minus(probe.gradient(without_advantages(probe, batch), knobs))
     if once.norm() == 0 or not once.finite():
         return LAW.not_applicable(subject, "no gradient on-policy")
-    k, error, rest = exponent(once.times(factor), there, reach(probe))
-    why = ""
+    scale, unit, why = there.best_scale(once), math.log(reach(probe)), ""
+    scale = scale if scale > 0 else math.inf  # reversed, or NaN
+    rest = there.distance(once.times(scale))
+    k, error = math.log(scale) / unit, rest / unit
     if rest > max(NEAR, probe.tolerance):
         why = "Weights of whole sequences, caps and masks do not scale the gradient as a whole: there is no power."
     elif error > 0.5:
@@ -131,18 +127,9 @@ def _power(probe: Probe, subject: str, batch: edits.Batch, factor: float, fault:
     return LAW.finding(
         subject, f"ratio × {reach(probe):.5g}: gradient × ratio^{k:.2f}",
         f"a power from 0 to 1, up to {SLACK + error:.2g}", -SLACK - error <= k <= 1 + SLACK + error,
-        f"The gradient is proportional to the power {k:.1f} of the weight, which must be 1 (0 without a weight): "
-        f"{fault}; or the loss whitens its advantages over the batch: declare rows_interact=True.",
+        f"The power is {k:.1f} and must be 1 (0 without a weight): {fault}; or the loss whitens its advantages: "
+        "declare rows_interact=True.",
     )  # fmt: skip
-
-
-def exponent(once: Gradient, there: Gradient, rho: float) -> tuple[float, float, float]:
-    """k of ``there`` ≈ ρᵏ·``once``, its uncertainty, and how far from proportional the two are."""
-    scale = there.best_scale(once)
-    if not scale > 0 or not there.finite():
-        return math.inf, math.inf, math.inf
-    rest = there.distance(once.times(scale))
-    return math.log(scale) / math.log(rho), rest / math.log(rho), rest
 
 
 def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
@@ -156,13 +143,9 @@ def _of_rows(probe: Probe, k: float, error: float, rest: float) -> bool:
 
 def at_one(probe: Probe, advantages: bool = True) -> Reading:
     """The on-policy batch (or that with all advantages 0) with all other terms off, evaluated once for all laws."""
-    roles = ("advantages", *edits.SAMPLERS, *(("reference",) if "rewards" in probe.step.roles else ()))
-
-    def make() -> Reading:
-        batch = on_policy(probe) if advantages else without_advantages(probe, on_policy(probe))
-        return probe.slopes(roles, batch, probe.quiet)
-
-    return probe.kept(f"slopes at ratio 1, {advantages}", make)
+    roles = (*edits.SAMPLERS, "reference") if "rewards" in probe.step.roles else edits.SAMPLERS
+    batch = on_policy(probe) if advantages else without_advantages(probe, on_policy(probe))
+    return probe.kept(f"slopes at ratio 1, {advantages}", lambda: probe.slopes(roles, batch, probe.quiet))
 
 
 def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
@@ -171,23 +154,18 @@ def without_advantages(probe: Probe, batch: Mapping[str, Any]) -> edits.Batch:
 
 
 def others(probe: Probe) -> Reading | None:
-    """What remains with all advantages 0, if anything: a term that is not declared, or a baseline.
-
-    Where twice the advantages give twice the gradient, nothing remains and no evaluation is needed."""
-    if "advantages" not in probe.step.roles:
+    """What remains with all advantages 0, if anything: a term that is not declared, or a baseline. Where twice the
+    advantages give twice the gradient, nothing remains and no evaluation is needed."""
+    step = probe.step
+    if "advantages" not in step.roles or (not step.rows_interact and proportion(probe) <= probe.tolerance):
         return None
-    if not probe.step.rows_interact and proportion(probe) <= probe.tolerance:
-        return None
-    rest, usual = at_one(probe, advantages=False), at_one(probe).gradient.norm()
-    some = rest.gradient.finite() and rest.gradient.norm() > probe.tolerance * usual
-    return rest if some else None
+    rest = at_one(probe, advantages=False)
+    return rest if probe.tolerance * at_one(probe).gradient.norm() < rest.gradient.norm() < math.inf else None
 
 
 def proportion(probe: Probe) -> float:
-    """How far the gradient at twice the advantages, wider clips and ratios of ρ is from twice the gradient, up to a
-    factor ρ (or 1, without a ratio)."""
-    there = probe.gradient(shifted(probe, doubled=True), {**probe.quiet, **wider(probe)})
-    once = at_one(probe).gradient
+    """How far twice the advantages, wider clips and ratios of ρ are from twice the gradient, or from 2ρ times it."""
+    once, there = at_one(probe).gradient, probe.gradient(shifted(probe, doubled=True), {**probe.quiet, **wider(probe)})
     return min(there.distance(once.times(2.0 * f)) for f in (reach(probe), 1.0))
 
 
@@ -196,11 +174,8 @@ def policy(probe: Probe) -> Reading:
     here, rest = at_one(probe), others(probe)
     if rest is None:
         return here
-    inputs = dict(here.inputs)
-    for role, slope in rest.inputs.items():
-        mine = inputs[role]
-        if role != "advantages" and mine is not None and slope is not None:
-            inputs[role] = mine - slope
+    slopes = ((role, slope, rest.inputs[role]) for role, slope in here.inputs.items())
+    inputs = {role: mine if mine is None or other is None else mine - other for role, mine, other in slopes}
     return Reading(here.loss - rest.loss, here.gradient.minus(rest.gradient), inputs=inputs)
 
 
@@ -211,9 +186,8 @@ def token_weights(found: Mapping[str, Tensor | None]) -> Tensor | None:
     if not parts:
         return None
     total = torch.stack([p.double() for p in parts]).sum(0)
-    largest = max(float(p.abs().max()) for p in parts)
-    eps = max(torch.finfo(p.dtype).eps for p in parts)
-    return None if float(total.abs().max()) <= 64 * eps * largest else total.to(parts[0].dtype)
+    rounding = max(64 * torch.finfo(p.dtype).eps * float(p.abs().max()) for p in parts)
+    return None if float(total.abs().max()) <= rounding else total.to(parts[0].dtype)
 
 
 LAW = Law("PG-RATIO", "ratio", __doc__, check, quick=False, when=has_ratio, perturbed=True)

@@ -2,16 +2,13 @@
 and a KL in the reward is a cost.
 
 one row's reward from the worst to the best   -Δ∇L has that row's ∇Σlp in it, with a weight above 0
-rewards that are equal within every group     have a zero gradient, however the groups differ
 a row at the reference, not above it          is raised (a KL in the reward is a cost)
 
-Needs: role rewards, where the loss computes its own advantages; logprobs=fn; role group for groups, reference for the
-KL
+Needs: role rewards, where the loss computes its own advantages; logprobs=fn; roles group and reference
 How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
 compared with that row's ∇Σlp.
-Exceptions: Only reward values that occur are used, since some estimators divide by a mean. A row that the loss leaves
-out has no weight, and the next is tried. With a critic's values, or a baseline over the batch (rows_interact=True),
-equal groups may have a gradient.
+Exceptions: A row that the loss leaves out has no weight, and the next is tried. With a critic's values, or a baseline
+over the batch (rows_interact=True), equal groups may have a gradient.
 Detects: a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)
 """
 
@@ -23,7 +20,7 @@ import torch
 
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient, span
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.ratio import at_one, on_policy
 from earnest_audit.limits import NEAR
 from earnest_audit.probe import Probe
@@ -36,8 +33,7 @@ BETTER = "a better reward raises its row"
 def check(probe: Probe) -> Rows:
     step = probe.step
     rewards = step.batch[step.roles["rewards"]]
-    if rewards.ndim != 1 or len(rewards) < 2:
-        raise Ends(LAW.not_applicable("rewards", "not one per row, or of one row"))
+    LAW.needs(rewards.ndim == 1 and len(rewards) > 1, "rewards", "not one per row, or of one row")
     for row in _worst(probe):
         scores = _scores(probe, row)
         better = _better(probe, row, scores)
@@ -51,8 +47,7 @@ def check(probe: Probe) -> Rows:
 
 
 def _equal(probe: Probe) -> Finding:
-    """Every row of a group gets one reward, whose mean is exact, the groups different ones. What is left where all rows
-    have the same is no matter of groups (a price of length)."""
+    """Every row of a group gets one reward, groups different ones; what is left where all have one is taken off."""
     base, key = on_policy(probe), probe.step.roles["rewards"]
     _, group = base[probe.step.roles["group"]].reshape(len(base[key]), -1)[:, 0].unique(return_inverse=True)
     same = torch.ones_like(base[key])
@@ -61,23 +56,21 @@ def _equal(probe: Probe) -> Finding:
     left = one.minus(other).norm() / max(at_one(probe).gradient.norm(), 1e-300)
     return probe.vanishes(
         "rewards that are equal within every group", left,
-        "All answers to each prompt have the same reward, and there is a gradient: the baseline is another group's, or "
-        "the batch's (then declare rows_interact=True), or groups are cut wrongly (tiled against interleaved).",
-        NEAR,
+        "The baseline is another group's, or the batch's (then declare rows_interact=True), or groups are cut wrongly "
+        "(tiled against interleaved).", NEAR,
     )  # fmt: skip
 
 
 def _better(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Finding:
     """The worst row gets the best reward of the batch: a value that occurs, so that no estimator leaves its range."""
-    base = on_policy(probe)
-    key = probe.step.roles["rewards"]
+    base, key = on_policy(probe), probe.step.roles["rewards"]
     rewards = base[key].clone()
     rewards[row] = rewards.max() if bool(rewards.max() > rewards[row]) else rewards[row] + 1
     there = probe.gradient({**base, key: rewards}, probe.quiet)
     return _raised(
         probe, BETTER, at_one(probe).gradient, there, scores,
-        f"Row {row} is given the batch's best reward in place of its worst, and its tokens become less likely: the "
-        "sign of the advantage is reversed, or rewards are paired with other rows.",
+        f"Row {row} gets the best reward, and its tokens become less likely: the advantage's sign is reversed, or "
+        "rewards are paired with other rows.",
     )  # fmt: skip
 
 
@@ -95,8 +88,7 @@ def _reference(probe: Probe, row: int, scores: tuple[Gradient, Gradient]) -> Row
         return  # the reference is in a declared term, which has its own laws
     yield _raised(
         probe, "a row at the reference, not above it", there, here, scores,
-        f"Row {row} is worth more where the policy has left the reference than where it is at it: the KL in the reward "
-        "has the wrong sign.",
+        f"Row {row} is worth more away from the reference than at it: the KL in the reward has the wrong sign.",
     )  # fmt: skip
 
 
@@ -106,18 +98,13 @@ def _raised(
     """Of -Δ∇L = α·∇Σlp(row) + β·∇Σlp(the others) + …, α is above 0. It is next to 0 where the loss leaves the row out.
     Rows may be alike, so a failure needs the plain cosine below 0 as well."""
     change = worse.minus(better)
-    size = change.norm()
-    if not math.isfinite(size) or size <= probe.tolerance * max(worse.norm(), better.norm()):
+    if not probe.tolerance * max(worse.norm(), better.norm()) < change.norm() < math.inf:
         return LAW.not_applicable(subject, "the gradient stays", "Law IG checks whether it must change.")
     cosine, share = change.cosine(scores[0]), span(change, *scores)
     weight = share.alpha * share.lengths[0]
-    if abs(weight) <= NEAR:
-        return LAW.not_applicable(
-            subject,
-            f"weight {weight:+.2g} of the row's own ∇Σlp",
-            "The loss leaves the row out, or gives its reward to another row.",
-        )
     measured = f"weight {weight:+.2g} of the row's own ∇Σlp, cosine {cosine:+.2g}"
+    if abs(weight) <= NEAR:
+        return LAW.not_applicable(subject, measured, "The loss leaves the row out, or gives its reward to another row.")
     return LAW.finding(subject, measured, f"not both below {-NEAR:g}", not (weight < -NEAR and cosine < -NEAR), meaning)
 
 
@@ -133,10 +120,9 @@ def _scores(probe: Probe, row: int) -> tuple[Gradient, Gradient]:
     """∇Σlp of the row and of all others."""
     step, batch = probe.step, on_policy(probe)
     now = probe.forward(step.logprobs, batch)
-    mask = edits.taken(step, now, batch)
-    mine = torch.zeros_like(mask)
-    mine[row] = mask[row]
-    return probe.pull((mine * now).sum(), retain=True), probe.pull(((mask - mine) * now).sum())
+    taken = edits.taken(step, now, batch) * now
+    own = taken[row].sum()
+    return probe.pull(own, retain=True), probe.pull(taken.sum() - own)
 
 
 LAW = Law(

@@ -2,10 +2,9 @@
 
 Needs: a model that can be deep-copied and a loss that uses the model it is given
 How: A copy of the model in float64 runs the same batch: as it is, with outputs so confident that log-probs are at -150
-(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. Then log-ratios of
-single tokens are near 150 and -150, and only the loss's value is judged: finite, where this dtype can hold float64's.
-Exceptions: Modules that cast to fp32 inside (norms, rotary embeddings) do so in the copy, too. A parameter's own
-gradient hooks act on the copy. A random step (NEFTune) draws other numbers and is not judged.
+(log-probs of the batch follow), and so large that the farthest pair is far on the wrong side. With log-ratios of single
+tokens near 150 and -150 the loss only has to be finite, where this dtype can hold float64's.
+Exceptions: Modules that cast to fp32 inside do so in the copy, too. A random step (NEFTune) is not judged.
 Warns: (confident outputs and far margins, where at least half of the gradient is left and its direction is kept) a form
 that loses digits only there, as 1 - p does for a p next to 1.
 Detects: log(sigmoid(x)), sqrt(x + 1e-8) in fp16, sums in bf16, bf16 gates, r/(1 + r) where the ratio r overflows
@@ -19,16 +18,15 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.gradient import Gradient
-from earnest_audit.law import Law, Rows
+from earnest_audit.law import Ends, Law, Rows
 from earnest_audit.laws.finite_difference import float64_copy
 from earnest_audit.laws.inputs import far
 from earnest_audit.laws.pairs import can_be_swapped, swapped
 from earnest_audit.probe import Probe
-from earnest_audit.restore import put_back
+from earnest_audit.restore import moved, put_back
 from earnest_audit.verdict import Finding
 
 SHARPEN = 12.0  # what the last matrix is scaled by, at least
@@ -39,6 +37,7 @@ SATURATED = 1e-4  # of the usual gradient: a sigmoid, or a capped loss, that is 
 LOST = 1e-2  # of the gradient: what rounding may change where log-probs or margins are large
 SHARE = 0.5  # of the float64 gradient: with less of it far out, training is lost there
 ALONG = 0.25  # along the float64 gradient: with less, most of it has another direction
+CONFIDENT, FAR_MARGINS = "confident outputs", "far margins"
 INFINITE = "the float64 shadow is not finite either"
 SPENT = "not checked: the budget is spent"
 
@@ -50,44 +49,36 @@ def check(probe: Probe) -> Rows:
         batch = probe.off_policy()
     yield _compare(probe, "the batch", batch)
     looked = step.logprobs is not None or step.student is not None
-    enough = probe.afford(11 / 3 if looked else 8 / 3, keep=0)  # gradients, and looks at log-probs
-    state = _confident(probe) if enough else SPENT
-    if isinstance(state, str):
-        yield LAW.not_applicable("confident outputs", state)
-    else:
-        head, factor, sharp = state
-        yield _compare(probe, "confident outputs", sharp, head, factor)
-        if step.ratio_role in step.roles and probe.afford(4 / 3, keep=0):
-            yield _far_ratios(probe, head, factor, sharp)
+    LAW.needs(probe.afford(11 / 3 if looked else 8 / 3, keep=0), CONFIDENT, SPENT)  # gradients, and looks at log-probs
+    if (head := _head(probe)) is None:
+        raise Ends(LAW.not_applicable(CONFIDENT, "no matrix to scale up"))
+    yield from probe.tried({CONFIDENT: _confident(probe, head)})
     if step.kind == "preference" and "chosen" in step.roles:
-        with probe.may_refuse("far margins"):
-            yield _far_margins(probe, state if isinstance(state, str) else state[0])
+        with probe.may_refuse(FAR_MARGINS):
+            yield _far_margins(probe, head)
 
 
-def _confident(probe: Probe) -> tuple[Tensor, float, edits.Batch] | str:
+def _confident(probe: Probe, head: Tensor) -> Rows:
     """The last matrix is scaled up until log-probs are at -FAR, or margins at 2·FAR; log-probs of the batch follow the
     policy there, so that no ratio overflows. In 16 bits twelve times, where rounding allows no more."""
-    step, head = probe.step, _head(probe)
-    given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
-    if head is None or (given and not isinstance(_logprobs(probe), Tensor)):
-        return "no matrix to scale up" if head is None else f"the {given[0]}'s log-probs belong to the policy as it is"
-    factor = SHARPEN
-    with probe.perturbed(), torch.no_grad():
+    step, factor = probe.step, SHARPEN
+    with probe.perturbed():
         batch = dict(probe.off_policy())
         if not probe.coarse:
             with _scaled(head, SHARPEN):
                 factor *= min(max(1.0, FAR / max(_farthest(probe), 1e-6)), FAR)
-        if given:
-            with _scaled(head, factor):
-                now = _logprobs(probe)
-            assert isinstance(now, Tensor)
-            for role in given:
-                old: Tensor = batch[step.roles[role]]
-                if old.numel() != now.numel():
-                    return f"the {role}'s log-probs have another shape than logprobs has"
-                less = edits.noise_like(now, edits.generator(step, 83)).abs() * (0.5 if role == "reference" else 0.05)
-                batch[step.roles[role]] = (now - less).clamp(max=-1e-6).reshape(old.shape).to(old.dtype)
-    return head, factor, batch
+        given = [role for role in ("behaviour", "proximal", "reference") if role in step.roles]
+        with _scaled(head, factor):
+            now: Any = _logprobs(probe) if given else None
+        for role in given:
+            old: Tensor = batch[step.roles[role]]
+            fits = isinstance(now, Tensor) and now.numel() == old.numel()
+            LAW.needs(fits, CONFIDENT, f"the {role}'s log-probs belong to the policy as it is")
+            less = edits.noise_like(now, edits.generator(step, 83)).abs() * (0.5 if role == "reference" else 0.05)
+            batch[step.roles[role]] = (now.detach() - less).clamp(max=-1e-6).reshape(old.shape).to(old.dtype)
+    yield _compare(probe, CONFIDENT, batch, head, factor)
+    if step.ratio_role in step.roles and probe.afford(4 / 3, keep=0):
+        yield _far_ratios(probe, head, factor, batch)
 
 
 def _logprobs(probe: Probe) -> Any:
@@ -106,36 +97,32 @@ def _farthest(probe: Probe) -> float:
     return abs(probe.look(dict(step.batch)).loss) if step.kind == "sft" else FAR
 
 
-def _far_margins(probe: Probe, head: Tensor | str) -> Finding:
+def _far_margins(probe: Probe, head: Tensor) -> Finding:
     """Outputs so large that the farthest pair is far on the wrong side (else swapped), as far as float64 can follow."""
-    step, far = probe.step, "far margins"
-    if isinstance(head, str) or step.logprobs is None or not can_be_swapped(step):
-        return LAW.not_applicable(far, head if isinstance(head, str) else "no logprobs, or answers cannot be swapped")
+    step = probe.step
+    LAW.needs(step.logprobs and can_be_swapped(step), FAR_MARGINS, "no logprobs, or answers cannot be swapped")
     with probe.perturbed(), _scaled(head, SHARPEN):
         chosen, rejected = _logprobs(probe)
     gap = max((chosen - rejected).flatten().tolist(), key=abs) / SHARPEN or 1e-6
     batch = swapped(step, step.batch) if gap > 0 else dict(step.batch)
     for factor in (margin / abs(gap) for margin in MARGINS if probe.afford(7 / 3, keep=0)):
-        probe.cost += 1 / 3
-        with probe.perturbed(), _scaled(head, factor):
-            loss = probe.twin().look(edits.lifted(batch)).loss
-        if math.isfinite(loss) and (row := _compare(probe, far, batch, head, factor)).measured != INFINITE:
+        row = _compare(probe, FAR_MARGINS, batch, head, factor)
+        if row.measured != INFINITE:
             return row
-    return LAW.not_applicable(far, f"{SPENT}, or float64 is not finite either")
+    return LAW.not_applicable(FAR_MARGINS, f"{SPENT}, or float64 is not finite either")
 
 
 def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -> Finding:
-    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled, by both
-    samplers. Loss values are compared, since the gradient of a clipped ratio that overflows is infinity times 0;
-    advantages are above 0, since a clip has no bound below."""
+    """One token of each row is far likelier (in half of the rows: unlikelier) than when it was sampled. Of the loss
+    alone: the gradient of a clipped ratio that overflows is infinity times 0. A clip bounds advantages above 0."""
     step, away, subject = probe.step, dict(batch), "far ratios"
     if "advantages" in step.roles:
         away[step.roles["advantages"]] = batch[step.roles["advantages"]].abs()
     for role in (r for r in ("proximal", "behaviour") if r in step.roles):
         old: Tensor = batch[key := step.roles[role]]
-        moved = far(step, batch, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)[key]
-        by = (moved - old).abs().reshape(len(old), -1)
-        away[key] = torch.where((by == by.amax(-1, keepdim=True)).reshape(old.shape), moved, old)
+        new = far(step, batch, [role], 2.0 if role == step.ratio_role else 3.0, odd=1)[key]
+        by = (new - old).abs().reshape(len(old), -1)
+        away[key] = torch.where((by == by.amax(-1, keepdim=True)).reshape(old.shape), new, old)
     with probe.may_refuse(subject), probe.perturbed(), _scaled(head, factor):
         shadow = probe.twin()
         theirs, mine = shadow.look(edits.lifted(away)).loss, probe.look(away).loss
@@ -144,14 +131,14 @@ def _far_ratios(probe: Probe, head: Tensor, factor: float, batch: edits.Batch) -
     return probe.fair(LAW.finding(
         subject, f"the loss is {mine:.3g}, in float64 {theirs:.3g}", "finite",
         math.isfinite(mine) if abs(theirs) <= largest else "not applicable",
-        "The loss overflows where a token is far likelier than when it was sampled: a ratio is divided by itself, or "
-        "multiplied by 0 after it is infinite. Bound the difference of log-probs first, or use a form of it that is "
-        "bounded (its sigmoid, torch.where).",
+        "The loss overflows where a token is far likelier than when it was sampled: an infinite ratio is divided by "
+        "itself, or multiplied by 0. Bound the difference of log-probs first, or take a bounded form (its sigmoid).",
     ))  # fmt: skip
 
 
 def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = None, factor: float = 1.0) -> Finding:
-    units, own = _units(probe.step.model), 0.0
+    leaves = sum(not list(module.children()) for module in probe.step.model.modules())
+    units = 64 * max(1.0, (leaves / 16) ** 0.5)  # errors of n operations add up like √n: 300 in thirty layers
     with probe.perturbed(), _scaled(head, factor):
         usual = batch is probe.off_policy()
         mine = probe.gradient(batch if head is None else dict(batch))
@@ -159,57 +146,37 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
             shadow = float64_copy(probe) if usual else probe.twin()
             lifted, spent = shadow.off_policy() if usual else edits.lifted(batch), shadow.cost
             theirs = shadow.gradient(lifted)
-    least = 0.0 if usual else LOST
-    change, room, why = mine.distance(theirs), min(0.5, max(least, units * probe.floor())), ""
-    if room < change and mine.finite() and theirs.norm() > 0:  # a worse conditioned state? Measure, then judge.
-        own = theirs.distance(_nudged(probe, shadow, lifted))
+    room, own = min(0.5, max(0.0 if usual else LOST, units * probe.floor())), 0.0
+    change = mine.distance(theirs)
+    if room < change and mine.finite() and theirs.norm() > 0:
+        # A worse conditioned state? What a unit in the model's own last place does to the exact gradient.
+        unit, weights = probe.coarsest, shadow.step.model.parameters()
+        with moved(weights, lambda p, noise: unit * p.abs() * noise.sign(), probe.step.seed + 23):
+            own = theirs.distance(shadow.gradient(dict(lifted)))  # a copy, so that it is really run again
     probe.cost += shadow.cost - spent
     with probe.perturbed():
         saturated = not usual and theirs.norm() <= SATURATED * probe.gradient(probe.off_policy()).norm()
     if saturated and mine.finite() and theirs.finite():
-        why = "the float64 gradient is next to 0 as well: what is left of it trains nothing"
-    elif theirs.norm() == 0 and mine.norm() > 0:
-        why = "the loss does not use the model that it is given"
-    elif not theirs.finite():
-        why = INFINITE
-    elif 8 * own > 0.5:
-        why = f"one unit in the last place of the weights moves the float64 gradient itself by {own:.2g}"
-    if why:
-        return LAW.not_applicable(what, why)
+        return LAW.not_applicable(what, "the float64 gradient is next to 0 as well: what is left of it trains nothing")
+    if theirs.norm() == 0 and mine.norm() > 0:
+        return LAW.not_applicable(what, "the loss does not use the model that it is given")
+    if not theirs.finite():
+        return LAW.not_applicable(what, INFINITE)
+    if 8 * own > 0.5:
+        return LAW.not_applicable(what, f"a unit in the last place moves the float64 gradient itself by {own:.2g}")
     row = probe.fair(LAW.agrees(
         what, change, min(0.5, max(room, units * own)),
-        "The step loses its gradient to rounding or overflow: log(softmax(x)), log(sigmoid(x)) or log(1 - p) far out, "
-        "an eps that is 0 in this dtype, a sum in 16 bits. Accumulate in fp32 and use the stable form (log_softmax, "
-        "logsigmoid, log1mexp, logsumexp).", "float64 differs by {}",
+        "The gradient is lost to rounding or overflow: log(softmax(x)), log(sigmoid(x)), log(1 - p), an eps that is 0 "
+        "in this dtype, a sum in 16 bits. Sum in fp32; use log_softmax, logsigmoid, log1mexp.", "float64 differs by {}",
     ))  # fmt: skip
-    lost = not mine.finite() or mine.norm() < SHARE * theirs.norm()
-    lost = lost or not ALONG <= mine.best_scale(theirs) <= 1 / ALONG
-    return row if usual or lost else LAW.doubtful(row)
-
-
-def _units(model: nn.Module) -> float:
-    """How many units of the step's own resolution rounding may come to, far below a wrong formula. Errors of n
-    operations add up like √n: 64 for a shallow model, 300 for one of thirty layers."""
-    leaves = sum(1 for module in model.modules() if not any(True for _ in module.children()))
-    return 64 * max(1.0, (leaves / 16) ** 0.5)
-
-
-def _nudged(probe: Probe, shadow: Probe, batch: edits.Batch) -> Gradient:
-    """The exact gradient where every weight, a frozen one too, is off by a unit in the model's own last place: what
-    rounding alone may do to a correct step."""
-    rng, weights = torch.Generator().manual_seed(probe.step.seed + 23), list(shadow.step.model.parameters())
-    with put_back(weights):
-        with torch.no_grad():
-            for p in weights:
-                sign = torch.randn(p.shape, generator=rng).sign().to(p.device, p.dtype)
-                p.addcmul_(p.abs(), sign, value=probe.coarsest)
-        return shadow.gradient(dict(batch))  # a copy, so that it is really run again
+    left = mine.finite() and mine.norm() >= SHARE * theirs.norm() and ALONG <= mine.best_scale(theirs) <= 1 / ALONG
+    return LAW.doubtful(row) if left and not usual else row
 
 
 def _head(probe: Probe) -> Tensor | None:
     """The last weight matrix that makes outputs confident when it is scaled up; not that of a router or a value."""
     matrices = [p for p in probe.step.model.parameters() if p.ndim == 2][::-1][:TRIED]
-    with probe.perturbed(), torch.no_grad():
+    with probe.perturbed():
         before = FAR if len(matrices) < 2 else _farthest(probe)
         for matrix in matrices:
             with _scaled(matrix, SHARPEN):
@@ -221,10 +188,9 @@ def _head(probe: Probe) -> Tensor | None:
 @contextmanager
 def _scaled(tensor: Tensor | None, factor: float) -> Iterator[None]:
     """Inside, the tensor is this many times as large."""
-    with put_back([] if tensor is None or factor == 1.0 else [tensor]):
-        if tensor is not None and factor != 1.0:
-            with torch.no_grad():
-                tensor.mul_(factor)
+    with put_back([] if tensor is None else [tensor]):
+        if tensor is not None:
+            tensor.detach().mul_(factor)
         yield
 
 

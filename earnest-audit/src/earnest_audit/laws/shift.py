@@ -1,15 +1,11 @@
 """CV-SHIFT: A label is predicted from the token right before it, and from nothing after that token.
 
-Only the last label of every row is supervised. Then the input that predicts it matters, and no input after that one
-does, above all not the label's own token.
-
 Needs: role ids beside labels (in place, or each where it is predicted), or beside a mask of SFT or distillation; a
 model that embeds these ids
 How: Only the last label of every row is supervised. What the model embeds is changed, apart from the targets that the
-loss reads: the token before the label, then all that come after.
+loss reads: the token before the label, which must matter, then all that come after, its own first, which must not.
 Exceptions: A mask as wide as the ids may mark tokens or the places that predict them: it is checked only where it marks
-a row's last token. A load-balancing term reads every input: rows_interact=True. Labels that are all the token after the
-next one fail as they are.
+a row's last token. A load-balancing term reads every input: rows_interact=True.
 Detects: a shift in the script beside the model's own, pytorch #73205 and Megatron #2121 (terms on unsupervised tokens)
 """
 
@@ -17,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -57,13 +54,12 @@ def check(probe: Probe) -> Rows:
     yield probe.descends(
         BEFORE, f"changing it changed the last labels' loss or gradient by {by_last:.2g}",
         by_last if probe.is_change(by_last) else 0.0,
-        "The token right before a label does not matter to its prediction: logits and labels are shifted against each "
-        "other by one too many (a model that shifts its labels itself is given shifted ones), or the mask is.",
+        "The token before a label does not matter to its prediction: logits and labels are shifted by one too many (a "
+        "model that shifts its labels itself is given shifted ones), or the mask is.",
     )  # fmt: skip
     LAW.needs(behind.any(), PEEKING, "nothing comes after it")
     with probe.may_refuse(PEEKING, "one label per row cannot be run"):
-        by_own = _moved(probe, batch, behind, lambda change: change <= probe.value_room)
-    yield _peeking(probe, by_own)
+        yield _peeking(probe, _moved(probe, batch, behind, lambda change: change <= probe.value_room))
 
 
 def _moved(
@@ -94,42 +90,37 @@ def _moved(
 def _peeking(probe: Probe, change: float) -> Finding:
     return probe.same(
         PEEKING, change,
-        "Tokens after the predicting one matter to the prediction: the token that is to be predicted is in the input "
-        "that predicts it (logits and labels are not shifted against each other), the mask is shifted by one, "
-        "attention looks ahead, or a term is taken on tokens that are not supervised (a smoothing, a z-loss over "
-        "padding).",
+        "Tokens after the predicting one matter to it: logits and labels are not shifted against each other, the mask "
+        "is shifted by one, attention looks ahead, or a term (a smoothing, a z-loss) is taken on unsupervised tokens.",
         what="changing the tokens from it on changed the loss or the gradient by {}",
     )  # fmt: skip
 
 
 def _by_mask(probe: Probe, why: str) -> Rows:
-    """Where it is not known which token a mask marks: a token's own embedding must still not matter to its own
-    prediction."""
+    """Where it is not known which token a mask marks, a token must still not matter to its own prediction."""
     leak, marks_targets = _leak(probe)
-    if leak is not None and leak > probe.tolerance:
+    if leak > probe.tolerance:
         yield _peeking(probe, leak)
     elif probe.step.kind is not None:
         yield LAW.not_applicable(PEEKING, why)
     else:
         yield LAW.not_declared(BEFORE, 'family="sft", where ids are predicted one after the other,')
         # Otherwise the mask marks the place before the target, or is shifted by one.
-        held = leak is not None and marks_targets
-        yield _peeking(probe, leak or 0.0) if held else LAW.not_declared(PEEKING, 'family="sft"')
+        yield _peeking(probe, leak) if marks_targets else LAW.not_declared(PEEKING, 'family="sft"')
 
 
-def _leak(probe: Probe) -> tuple[float | None, bool]:
-    """How much the embedding of a row's last target matters to its prediction; None where no id is a target. And
-    whether the target is the marked token: it is that one or the next, the one whose change, with the embedded ids
-    held, changes the loss."""
+def _leak(probe: Probe) -> tuple[float, bool]:
+    """How much the embedding of a row's last target matters to its prediction; and whether that target is known to be
+    the marked token: it is that one or the next, the one whose change, with the embedded ids held, changes the loss."""
     step, on = probe.step, edits.supervised_wide(probe.step)
     if on is None or step.kind == "divergence" or "labels" in step.roles:
-        return None, False
+        return 0.0, False
     key, off = step.roles["ids"], probe.quiet
     ids: Tensor = step.batch[key]
     places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     last = torch.where(on, places, -1).amax(-1, keepdim=True)
     batch = edits.only(step, step.batch, on & (places == last))
-    try:
+    with suppress(Exception):  # one label per row may be refused
         here = probe.look(batch, off).loss
         for ahead in (0, 1):
             target = (places == last + ahead) & (last >= 0) & (ids >= 0)
@@ -138,9 +129,7 @@ def _leak(probe: Probe) -> tuple[float | None, bool]:
                 there = probe.look({**batch, key: other}, off).loss
             if held and abs(there - here) > 4 * probe.noise() * max(abs(there), abs(here)):
                 return _moved(probe, batch, target, lambda change: change <= probe.value_room), ahead == 0
-    except Exception:  # one label per row may be refused
-        return None, False
-    return None, False
+    return 0.0, False
 
 
 def last_labels(probe: Probe) -> tuple[Tensor, Tensor] | str:
@@ -149,26 +138,24 @@ def last_labels(probe: Probe) -> tuple[Tensor, Tensor] | str:
     on, ids, labels, documents = edits.supervised(step), *map(step.value, ("ids", "labels", "documents"))
     if ids is None or on is None or on.ndim != 2 or on.shape[0] != ids.shape[0]:
         return "ids are not declared, or not beside the labels"
-    width, shown, shift = ids.shape[1], step.value("attention"), 1
-    real = shown if shown is not None and shown.shape == ids.shape else torch.ones_like(ids)
-    if labels is not None:
-        if not (edits.in_place(step) or edits.ahead(step)):
-            return ELSEWHERE
-        shift = 1 if edits.in_place(step) else 0
-    else:
-        last = torch.where(real != 0, torch.arange(width, device=ids.device), 0).amax(-1, keepdim=True)
+    width, shown, shift = ids.shape[1], step.value("attention"), 1 if labels is None or edits.in_place(step) else 0
+    real = shown != 0 if shown is not None and shown.shape == ids.shape else torch.ones_like(ids, dtype=torch.bool)
+    places = torch.arange(width, device=ids.device).expand_as(ids)
+    if not shift and not edits.ahead(step):
+        return ELSEWHERE
+    if labels is None and on.shape[1] == width:
+        last = torch.where(real, places, 0).amax(-1, keepdim=True)
         # A row's last token predicts nothing; and a teacher's mask may cover an encoder, which looks both ways.
-        if on.shape[1] == width and (step.kind != "sft" or not bool(on.gather(1, last).any())):
+        if step.kind != "sft" or not bool(on.gather(1, last).any()):
             return "the mask may mark tokens or where they are predicted"
     wide = edits.widened(on, width)
     if wide is None:
         return "the mask is not beside the ids"
-    places = torch.arange(width, device=ids.device).expand_as(ids)
     ok = wide & (places >= shift)
     if documents is not None and documents.shape == ids.shape and shift:
         ok = ok & ~edits.begins(documents)  # a document's first token is predicted from another's last
     spot = torch.where(ok, places, -1).amax(-1, keepdim=True)
-    keep = (places == spot) & ok & (real != 0).gather(1, (spot - shift).clamp(min=0))
+    keep = (places == spot) & ok & real.gather(1, (spot - shift).clamp(min=0))
     if not bool(keep.any()):
         return "no row has a label with a token before it"
     return keep, torch.where(keep.any(-1, keepdim=True), spot - shift, width)

@@ -4,20 +4,20 @@ permuted rows     the same gradient
 every row twice   the same gradient (reduction="mean"), twice it ("sum"); undeclared, or something in between
 whole = parts     g(B₁ ∪ B₂) = α·g(B₁) + β·g(B₂), α and β ≥ 0, for an UNEVEN cut: rows are independent
 
-Needs: a batch of at least two rows (of one, with a declared reduction, for the doubling); reduction="mean" or "sum"
-where that is known
+Needs: a batch of at least two rows (for the doubling, of one with a declared reduction)
 How: Gradients of the permuted, the doubled and the unevenly cut batch.
-Exceptions: Even cuts hide accumulation bugs. A sum of two terms with different normalisers is not a combination of its
-parts: declared terms are checked one by one; undeclared ones are "not declared" where the sum holds with equally many
-tokens in every row. A loss that couples rows by definition declares rows_interact=True. Without any declared role, rows
-that fail are "not declared" in audit(model, loss, batch), and in a Step where the rows may not be first (time first).
+Exceptions: Terms with different normalisers are no sum of the parts together: declared ones are checked one by one;
+undeclared ones are "not declared" where the sum holds with equally many tokens in every row. A loss that couples rows
+by definition declares rows_interact=True. Without any declared role, rows that fail are "not declared" in audit(model,
+loss, batch), and in a Step where the rows may not be first (time first).
 Warns: (whole = parts, where only terms fail whose weights have no metric, and no signal is declared) a term that is
-itself a sum of means, each over a count that no role declares (the depths of a multi-token prediction).
+a sum of means over counts that no role declares (the depths of a multi-token prediction).
 Detects: OpenRLHF #1250, verl #1440, transformers gradient accumulation, prime-rl #600
 """
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
@@ -26,11 +26,12 @@ from torch import Tensor
 from earnest_audit import edits
 from earnest_audit.gradient import Gradient, Span, span
 from earnest_audit.law import Ends, Law, Rows
-from earnest_audit.laws.parts import parts
+from earnest_audit.laws.parts import Part, parts
 from earnest_audit.probe import Probe
 from earnest_audit.step import Step
 from earnest_audit.verdict import UNCHECKED
 
+ALL = Part({})  # of the loss
 PERMUTED, TWICE, WHOLE = "permuted rows", "every row twice", "whole = parts"
 ROWS = "rows_interact=False if rows are first and independent, True if not (in-batch negatives, time first),"
 # What doubling the rows multiplies the gradient by; undeclared, a root of the count or a sum beside a constant may be.
@@ -56,10 +57,9 @@ def _rows(probe: Probe) -> Rows:
     order = torch.randperm(step.rows, generator=edits.generator(step, 3))
     if torch.equal(order, torch.arange(step.rows)):
         order = order.roll(1)
-    try:
+    both = whole.times(0.0)
+    with suppress(Exception):  # twice the rows may be refused where another order is not
         both = probe.gradient(edits.take_rows(step, torch.cat([order, order])))
-    except Exception:  # twice the rows may be refused where another order is not
-        both = whole.times(0.0)
     factor, rest, holds = probe.scales(both, whole, *COUNTED[step.reduction])
     if holds:
         measured = f"{factor:.3g}× the same up to {rest:.2g}"
@@ -73,28 +73,25 @@ def _rows(probe: Probe) -> Rows:
 
 def _order(probe: Probe, order: Tensor) -> Rows:
     shuffled = probe.change(edits.take_rows(probe.step, order))
-    fair, why = shuffled <= probe.tolerance or not probe.step.rows_interact, f"moved the gradient by {shuffled:.2g}"
-    LAW.needs(fair, PERMUTED, why, "Rows interact by declaration.")
+    if shuffled > probe.tolerance:
+        LAW.needs(not probe.step.rows_interact, PERMUTED, "rows interact by declaration")
     yield probe.same(
         PERMUTED, shuffled,
-        "The order of the rows matters: something is paired by place (groups, references, a permutation that is not "
-        "undone), or a statistic is broadcast along the wrong axis. Where rows belong together by their place (pairs "
-        "that are stacked, groups one after the other), declare rows_interact=True.",
+        "The order of the rows matters: something is paired by place (a permutation that is not undone), or broadcast "
+        "along the wrong axis. Where rows belong together by place (stacked pairs), declare rows_interact=True.",
     )  # fmt: skip
 
 
 def _twice(probe: Probe, whole: Gradient) -> Rows:
     step = probe.step
-    factor, rest, outcome = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
-    # An unbiased deviation over the batch, negatives from it, or a baseline that leaves one out of a group legitimately
-    # see that there are twice as many rows.
-    coupled = not outcome and (step.rows_interact or step.grouped)
+    factor, rest, holds = probe.scales(probe.gradient(edits.repeat_rows(step)), whole, *COUNTED[step.reduction])
+    measured = f"the gradient is {factor:.3g}× the same up to {rest:.2g}"
+    # An unbiased deviation over the batch, or a baseline that leaves one out, depends on the number of rows.
+    LAW.needs(holds or not (step.rows_interact or step.grouped), TWICE, f"{measured}, rows interact")
     yield LAW.finding(
-        TWICE, f"the gradient is {factor:.3g}× the same up to {rest:.2g}" + (", rows interact" if coupled else ""),
-        "-" if coupled else EXPECTED[step.reduction], "not applicable" if coupled else outcome,
-        "Doubling the batch changes the gradient's direction, or its length otherwise than the declared reduction does "
-        "(undeclared: makes it shorter or more than doubles it): the normaliser is not a count of what is summed, is "
-        "missing, or is applied twice. Where rows are coupled on purpose (a whitening), declare rows_interact=True.",
+        TWICE, measured, EXPECTED[step.reduction], holds,
+        "Doubling the batch turns the gradient, or scales it otherwise than the reduction does: the normaliser is no "
+        "count of what is summed, or is applied twice. Rows that are coupled on purpose: rows_interact=True.",
     )  # fmt: skip
 
 
@@ -123,9 +120,8 @@ def _parts(probe: Probe) -> Rows:
         ))  # fmt: skip
     row = LAW.finding(
         f"{WHOLE} (uneven)", measured, expected, outcome,
-        "The gradient of the batch is no sum of its parts' gradients, or one part counts against itself: rows depend "
-        "on each other (a broadcast [B] against [B, 1], a statistic over the wrong axis, attention across rows). "
-        "Where rows are coupled on purpose, or terms divide by counts without a role, declare rows_interact=True.",
+        "The parts' gradients do not add up to the batch's: rows depend on each other (a broadcast, a wrong axis, "
+        "attention across rows). If on purpose, or if a term divides by a count without a role: rows_interact=True.",
     )  # fmt: skip
     yield LAW.doubtful(row) if doubted else row
 
@@ -133,42 +129,33 @@ def _parts(probe: Probe) -> Rows:
 def _terms_off(probe: Probe) -> list[str] | None:
     """The weights of declared terms ("" for what is left without them) that by themselves are no sum of their parts;
     None where they cannot be evaluated one by one."""
-    step, judged, off = probe.step, 0, []
+    found: dict[str, bool] = {}
     for part in parts(probe):
         try:
-            whole = part.gradient(probe, None)
-            room = probe.tolerance * max(1.0, part.scale(probe, None) / max(whole.norm(), 1e-300))
-            pieces = [part.gradient(probe, edits.take_rows(step, rows)) for rows in _uneven(step)]
+            size = max(part.gradient(probe, None).norm(), 1e-300)
+            room = probe.tolerance * max(1.0, part.scale(probe, None) / size)
+            if room < 0.5:  # else nothing remains of the loss here, or too little to judge
+                cut = _cut(probe, probe.step, part)
+                found[part.term] = cut is not None and cut.within(room)
         except Exception:
             return None
-        if room >= 0.5:
-            continue  # nothing remains of the loss here, or too little to judge
-        if not all(p.finite() for p in pieces) or not span(whole, *pieces).within(room):
-            off.append(part.term)
-        judged += 1
-    return off if judged > 1 else None
+    return [term for term, holds in found.items() if not holds] if len(found) > 1 else None
 
 
 def _even(probe: Probe) -> Span | None:
     """The cut of the rows with equally many tokens each; None where the loss refuses them, or trains on none."""
-    batch = edits.even(probe.step)
-    try:
-        found = None if batch is None else _cut(probe, replace(probe.step, batch=batch))
-    except Exception:  # the cut of the original rows reports what the loss refuses
-        return None
-    return None if found is None or found.alpha == found.beta == found.rest == 0 else found
+    with suppress(Exception):  # the cut of the original rows reports what the loss refuses
+        batch = edits.even(probe.step)
+        return None if batch is None else _cut(probe, replace(probe.step, batch=batch))
+    return None
 
 
-def _cut(probe: Probe, step: Step) -> Span | None:
-    """The rows' gradient as a combination of two uneven parts' gradients; None where a part has none that is finite."""
-    pieces = [probe.gradient(edits.take_rows(step, rows)) for rows in _uneven(step)]
-    return span(probe.gradient(step.batch), *pieces) if all(p.finite() for p in pieces) else None
-
-
-def _uneven(step: Step) -> tuple[Tensor, Tensor]:
-    """A third of the rows, and the others."""
-    cut, rows = max(1, step.rows // 3), torch.arange(step.rows)
-    return rows[:cut], rows[cut:]
+def _cut(probe: Probe, step: Step, part: Part = ALL) -> Span | None:
+    """The rows' gradient as a combination of that of a third of them and that of the others; None where it is 0, or one
+    of those is not finite."""
+    third, rows, whole = max(1, step.rows // 3), torch.arange(step.rows), part.gradient(probe, step.batch)
+    pieces = [part.gradient(probe, edits.take_rows(step, some)) for some in (rows[:third], rows[third:])]
+    return span(whole, *pieces) if whole.norm() > 0 and all(p.finite() for p in pieces) else None
 
 
 LAW = Law("SE", "splits", __doc__, check, quick=False, perturbed=True)
