@@ -106,6 +106,8 @@ def test_sparse_gradients_are_read_and_handed_on(frozen: bool) -> None:
     both.param_groups[0]["lr"] = rate
     rows = audit(replace(step, optimizer=both), laws=[liveness.LAW])
     assert not rows.errors and bool(rows.failures) == frozen, str(rows)
+    alone = audit(replace(step, optimizer=None), laws=[liveness.LAW])
+    assert not alone.errors and not alone.failures, str(alone)
 
 
 def test_no_optimizers_together_say_so() -> None:

@@ -196,8 +196,8 @@ def idles(name: str, patterns: Sequence[str]) -> bool:
 def _update(probe: Probe, parts: Mapping[str, Tensor | None]) -> None:
     step = probe.step
     for name, p in probe.parameters.items():
-        g = parts[name]
-        p.grad = None if g is None else g.to_sparse(1) if name in probe.sparse else g.clone()
+        g, sparse = parts[name], name in probe.sparse and step.optimizer is not None
+        p.grad = None if g is None else g.to_sparse(1) if sparse else g.clone()
     owned = [p for p in probe.parameters.values() if p.grad is not None]
     if step.optimizer is not None:
         after_warmup(step.optimizer)
