@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -221,7 +221,7 @@ def pad(
         tail = edge.expand(-1, extra, *value.shape[2:]).clone()
         if key in fill:
             tail = torch.full_like(tail, fill[key])
-        elif key != step.roles.get("positions") and (value.is_floating_point() or _mask_like(step, key, value)):
+        elif key != step.roles.get("positions") and (value.is_floating_point() or mask_like(step, key, value)):
             tail = torch.zeros_like(tail)
         elif new and key in unknown_integers(step):
             tail = value.max() + 1 + torch.arange(tail.numel(), device=value.device).reshape(tail.shape)
@@ -232,10 +232,10 @@ def pad(
 def unknown_integers(step: Step) -> list[str]:
     """Tensors of integers that have the rows' width, no role, and are no mask."""
     return [k for k in readings(step)[0] if k not in step.roles.values() and not step.batch[k].is_floating_point()
-            and not _mask_like(step, k, step.batch[k])]  # fmt: skip
+            and not mask_like(step, k, step.batch[k])]  # fmt: skip
 
 
-def _mask_like(step: Step, key: str, value: Tensor) -> bool:
+def mask_like(step: Step, key: str, value: Tensor) -> bool:
     """Zeros and ones without a role: a mask that is not declared."""
     return key not in step.roles.values() and bool(((value == 0) | (value == 1)).all())
 
@@ -268,25 +268,6 @@ def readings(step: Step) -> list[set[str]]:
     for keys in (wide, wide & declared, wide & (declared - foreign)):
         found += [keys] if keys not in found else []
     return found
-
-
-def guesses(step: Step) -> Iterator[str]:
-    """What laws assume of this batch because of its roles, shapes and values, for the verdict's notes."""
-    padded, teacher = readings(step), step.value("teacher")
-    if step.family is None and step.kind is not None:
-        yield f'guessed from roles: the family is "{step.kind}"; family="…" declares it'
-    if step.wide is None and len(padded) > 1 and (more := sorted(padded[0] - padded[-1])):
-        yield f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it"
-    if masks := [k for k in sorted(padded[0]) if k not in step.masks and _mask_like(step, k, step.batch[k])]:
-        yield f"guessed from values: {', '.join(masks)} is a mask, 0 in padding; a role or masks=(…) declares it"
-    if by_attention(step):
-        yield "guessed from values: the loss is taken where the attention mask is not 0; the role mask declares it"
-    if in_place(step) or ahead(step):
-        where = "their tokens stand" if in_place(step) else "they are predicted"
-        yield f"guessed from values: labels stand where {where}"
-    if teacher is not None and teacher.is_floating_point():
-        form = "log-probs" if log_like(teacher) else "probabilities" if probability_like(teacher) else "logits"
-        yield f"guessed from values: the teacher gives {form}"
 
 
 def _widths(step: Step) -> set[int]:
