@@ -362,9 +362,9 @@ def even(step: Step) -> Batch | None:
     return batch
 
 
-def fit(where: Tensor | None, values: Tensor) -> Tensor | None:
+def fit(where: Tensor | None, values: Tensor | None) -> Tensor | None:
     """The mask in the shape of ``values``, or None where it has another shape (values of whole rows)."""
-    if where is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
+    if where is None or values is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
         return None
     gap = where.shape[1] - values.shape[1]
     if gap == 1:  # values are aligned with the shifted targets
@@ -382,16 +382,11 @@ def taken(step: Step, like: Tensor, batch: Mapping[str, Any] | None = None) -> T
     return torch.ones_like(like) if on is None else on.to(like.dtype).expand_as(like)
 
 
-def fitting(step: Step, role: str) -> Tensor | None:
-    value = step.value(role)
-    return None if value is None else fit(supervised(step), value)
-
-
 def bounds(step: Step, role: str) -> tuple[Tensor, Tensor] | None:
     """Where a role's values surely, and where they perhaps, enter the loss. A mask as wide as the ids may mark tokens,
     and the teacher's values of a token are then one position before it."""
-    on, where, value, ids = fitting(step, role), supervised(step), step.value(role), step.value("ids")
-    if on is None or where is None or value is None:
+    where, value, ids = supervised(step), step.value(role), step.value("ids")
+    if (on := fit(where, value)) is None or where is None or value is None:
         return None
     if role != "teacher" or value.ndim < 3 or ids is None or not ids.shape[1] == where.shape[1] == value.shape[1]:
         return on, on

@@ -60,7 +60,7 @@ class Probe(Measure):
         self._floor: float | None = None
         self._noise: float | None = None
         self._random: bool | None = None
-        self._active: Step | None = None
+        self.dropout: list[tuple[dict[str, Any], str, float]] = []  # of the model, switched off while the audit runs
 
     @cached_property
     def metrics(self) -> Mapping[str, Metric]:
@@ -257,15 +257,12 @@ class Probe(Measure):
     def active(self) -> Iterator[None]:
         """Inside, every term is active that ``step.active`` can activate: thresholds are within reach, and the
         parameters are perturbed where that is needed."""
-        declared, outer = self.step.active, self.step
-        if declared is None or self._active is outer:
+        declared, outer, state = self.step.active, self.step, self._state
+        if declared is None or "active" in state:
             yield
             return
-        if self._active is None:
-            changed = {n: replace(outer.declared[n], value=v) for n, v in declared.settings.items()}
-            self._active = replace(outer, settings={**outer.settings, **changed})
-        self.step = self._active
-        state, self._state = self._state, f"{self._state}, active"
+        changed = {n: replace(outer.declared[n], value=v) for n, v in declared.settings.items()}
+        self.step, self._state = replace(outer, settings={**outer.settings, **changed}), f"{state}, active"
         try:
             with self.perturbed(declared.perturb) if declared.perturb else nullcontext():
                 yield
@@ -360,10 +357,10 @@ class Probe(Measure):
         own_update = self.step.update is not None
         with (
             restored(self.step.model, self.step.optimizer, own_update=own_update),
-            without_dropout(self.step.model) as rates,
+            without_dropout(self.step.model) as self.dropout,
         ):
-            if rates:
-                self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
+            if self.dropout:
+                self.notes = (f"dropout was switched off for the audit ({len(self.dropout)} rates above 0)",)
             if once := not_restored(self.step.model):
                 self.notes += (f"what the audit read of {', '.join(once)} was not restored: it can be read only once",)
             self._put_buffers_back = buffers(self.step.model)

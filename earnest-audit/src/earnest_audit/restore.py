@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,8 +24,8 @@ from earnest_audit.errors import EarnestError
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 CONFIGS = ("config", "cfg")
 RANDOM = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-_OFF: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, float]]] = WeakKeyDictionary()
-"""The dropout rates of a model that are switched off, and where they belong."""
+Rate = tuple[dict[str, Any], str, float]
+"""A dropout rate and where it belongs."""
 
 
 @contextmanager
@@ -246,14 +245,14 @@ def _bits(t: Tensor) -> Tensor:
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[int]:
-    """Inside, every dropout rate of the model is 0; yields how many were not. Modes stay, so BatchNorm is as it was.
+def without_dropout(model: nn.Module) -> Iterator[list[Rate]]:
+    """Inside, every dropout rate of the model is 0; yields those that were not. Modes stay, so BatchNorm is as it was.
 
     A fixed seed is not enough: another order or number of rows hands other masks to the same tokens. Rates are found
     in dropout modules, and in floats between 0 and 1 with "drop" in their name on modules and on their configs, which
     functional dropout reads at run time. A rate of 0 also survives a loss that calls ``model.train()``.
     """
-    rates: list[tuple[dict[str, Any], str, float]] = []
+    rates: list[Rate] = []
     for module in model.modules():
         own = vars(module)
         for place in (own, *(vars(own[c]) for c in CONFIGS if hasattr(own.get(c), "__dict__"))):
@@ -261,23 +260,20 @@ def without_dropout(model: nn.Module) -> Iterator[int]:
                 rate = "drop" in name.lower() or (place is own and name == "p" and isinstance(module, _DropoutNd))
                 if rate and isinstance(value, float) and 0 < value <= 1:
                     rates.append((place, name, value))
-    outer = _OFF.get(model, [])
-    with undone(partial(_OFF.__setitem__, model, outer), partial(_set, rates)):
-        _OFF[model] = outer + rates
+    with undone(partial(_set, rates)):
         _set(rates, 0.0)
-        yield len(rates)
+        yield rates
 
 
 @contextmanager
-def with_dropout(model: nn.Module) -> Iterator[int]:
-    """Inside ``without_dropout``, the rates as the user has them; yields how many there are."""
-    rates = _OFF.get(model, [])
+def with_dropout(rates: list[Rate]) -> Iterator[None]:
+    """Inside ``without_dropout``, the rates as the user has them."""
     with undone(partial(_set, rates, 0.0)):
         _set(rates)
-        yield len(rates)
+        yield
 
 
-def _set(rates: Iterable[tuple[dict[str, Any], str, float]], rate: float | None = None) -> None:
+def _set(rates: Iterable[Rate], rate: float | None = None) -> None:
     for place, name, value in rates:
         place[name] = value if rate is None else rate
 
