@@ -115,7 +115,7 @@ def test_sarif_has_the_law_the_file_and_the_line() -> None:
 
 def test_markdown_shows_failures_first_and_escapes_its_cells() -> None:
     text = markdown(Verdict((HOLDS, FAILS, SKIPPED)))
-    assert text.startswith("## ❌") and "1 checks hold, 1 law broken." in text
+    assert text.startswith("## ❌") and "1 check holds, 1 law broken." in text
     assert "- **MI** on padding \\<\\|pad\\|\\> \\& more (`a b.py:7`)" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 5 and len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
@@ -339,7 +339,7 @@ def test_a_warning_is_shown_in_every_format_and_is_no_failure() -> None:
     assert [child.tag for child in root[0][1]] == ["system-out"] and root.attrib["failures"] == "0"
     assert [r["level"] for r in json.loads(sarif(verdict))["runs"][0]["results"]] == ["warning"]
     text = markdown(verdict)
-    assert text.startswith("## ✅") and "1 checks hold, 1 warns, no law is broken." in text
+    assert text.startswith("## ✅") and "1 check holds, 1 warns, no law is broken." in text
     assert "- ⚠️ **IG** on context in ids (`a b.py:9`)" in text
 
 
