@@ -22,9 +22,8 @@ PROGRESS: list[Callable[[str], None]] = []
 RUNNING: list[object] = []
 """The subjects of the audits that are running now."""
 FROZEN = (
-    "No parameter of the model requires a gradient, so the step trains nothing and no other law was checked. Unfreeze "
-    "what is trained (requires_grad_(True); of an adapter that was loaded: is_trainable=True), or give the model that "
-    "has the adapter."
+    "No parameter of the model requires a gradient: the step trains nothing, and no other law was checked. Unfreeze "
+    "what is trained (requires_grad_(True); a loaded adapter: is_trainable=True), or give the model with the adapter."
 )
 
 
@@ -44,8 +43,8 @@ def audit(
     progress: Callable[[str], None] | None = None,
     guess: Guess | None = None,
 ) -> Verdict:
-    """Check every law (or these ``laws``) that the declarations allow. ``quick`` leaves out the laws that cost many
-    step times. What the unchanged step raises is raised; what it raises when something is changed becomes a row."""
+    """Check every law (or these ``laws``) that the declarations allow; ``quick``: without those that cost many step
+    times. What the unchanged step raises is raised; what it raises when something is changed becomes a row."""
     RUNNING.append(subject)
     try:
         if isinstance(subject, Step):

@@ -1,6 +1,6 @@
 """Measures a step for the laws and judges what is measured: against its own noise and rounding, within a budget.
 
-Most rows are judged by one of six expectations, the first five of them here:
+Most rows are judged by one of six expectations:
 
     matters    the gradient changes: any bit of it, or more than the noise of a step that is not deterministic
     same       it stays, within the step's own tolerance
@@ -9,12 +9,12 @@ Most rows are judged by one of six expectations, the first five of them here:
     descends   a number has the right sign
     agrees     two computations give the same, up to a stated limit (``law.Reporter.agrees``)
 
-Other rows have a list of what is wrong, which has to be empty (``Reporter.none``), or a number that has to be inside a
-range or beyond a threshold of the law itself (``Reporter.finding``); such a threshold is a constant with its reason.
+Other rows have a list of what is wrong, which has to be empty (``Reporter.none``), or a number inside a range or beyond
+a threshold of the law itself (``Reporter.finding``); such a threshold is a constant with its reason.
 
-While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model's
-parameters, buffers, gradients, modes and hooks, its dropout rates, the optimizer and all random generators are bit for
-bit what they were. What a loss keeps in a closure of its own cannot be seen, and so cannot be restored.
+While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model,
+its dropout rates, the optimizer and all random generators are bit for bit what they were (see ``restore.restored``).
+What a loss keeps in a closure of its own cannot be restored.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from earnest_audit.step import FUNCTIONS, Step, StepError
 from earnest_audit.verdict import Finding
 
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
-COMPARED = {"logprobs": (*edits.SAMPLERS, "reference", "advantages"), "student": ("teacher",), "reference": ()}
+COMPARED = {"logprobs": (*edits.SAMPLERS, "reference", "advantages"), "student": ("teacher",)}
 """Declared functions, with the roles that have as many numbers as each of them gives."""
 Change = tuple[float, str]
 """A relative change of the gradient, and how it was made."""
@@ -70,8 +70,7 @@ class Probe(Measure):
     # --- the expectations ---------------------------------------------------------------------------------------------
 
     def matters(self, subject: str, changes: Iterable[Change], meaning: str) -> Finding:
-        """Edits from mild to strong: the first one that changes the gradient is enough, and the last one is reported
-        where none does."""
+        """Edits from mild to strong: the first one that changes the gradient, or else the last one, is reported."""
         found: Change = (0.0, "")
         for found in changes:
             if self.is_change(found[0]):
@@ -97,10 +96,8 @@ class Probe(Measure):
 
     def vanishes(self, subject: str, left: float, meaning: str, least: float = 0.0) -> Finding:
         """``left`` of the usual gradient. ``least``: of the tolerance."""
-        room = max(least, self.tolerance)
-        return self.law.finding(
-            subject, f"gradient {left:.2g} of the usual", f"0, up to {room:.2g}", left <= room, meaning
-        )
+        room, measured = max(least, self.tolerance), f"gradient {left:.2g} of the usual"
+        return self.law.finding(subject, measured, f"0, up to {room:.2g}", left <= room, meaning)
 
     def descends(self, subject: str, measured: str, value: float, meaning: str, above: float = 0.0) -> Finding:
         return self.law.finding(subject, measured, f"above {above:g}", value > above, meaning)
@@ -117,7 +114,7 @@ class Probe(Measure):
 
     @contextmanager
     def may_refuse(self, subject: str, what: str = "cannot be run") -> Iterator[None]:
-        """Inside is an edit that the step may refuse: then the law, or this part of it, ends with a row for that."""
+        """Inside is an edit that the step may refuse: that ends the law, or this part of it, with a row for it."""
         try:
             yield
         except Ends:
@@ -143,8 +140,7 @@ class Probe(Measure):
 
     def fair(self, finding: Finding) -> Finding:
         """For edits that reorder or resize rows: a failure of a random step is not judged."""
-        fails = finding.outcome == "fails" and self.random()
-        return self.redrawn(finding.subject) if fails else finding
+        return self.redrawn(finding.subject) if finding.outcome == "fails" and self.random() else finding
 
     def redrawn(self, subject: str) -> Finding:
         why = "The loss differs between two seeds: edited rows, or a copy, get other draws."
@@ -162,8 +158,7 @@ class Probe(Measure):
         return self._noise
 
     def random(self) -> bool:
-        """Whether the loss differs between two seeds, dropout being off: it samples, and so other rows get other
-        draws."""
+        """Whether the loss differs between two seeds (dropout is off): then other rows get other draws."""
         if self._random is None:
             self.cost += 1 / 3
             here = self.look().loss
@@ -173,10 +168,8 @@ class Probe(Measure):
         return self._random
 
     def floor(self) -> float:
-        """Relative change of the gradient when every parameter moves by one unit in the last place.
-
-        It is how well this step in this dtype is conditioned; a change that matters must stand well above it.
-        """
+        """Relative change of the gradient when every parameter moves by one unit in the last place: how well this
+        step in this dtype is conditioned."""
         if self._floor is None:
             before = self.gradient()
             floor = self.coarsest if self.coarse else 4 * self.coarsest
@@ -204,7 +197,7 @@ class Probe(Measure):
 
     @cached_property
     def precision(self) -> torch.dtype | None:
-        """What its modules compute in, where that is coarser than their parameters; as declared, or as they do."""
+        """What its modules compute in, as declared or measured, where that is coarser than their parameters."""
         if self.step.precision is not None:
             return self.step.precision
         with noticing(self.step.model) as seen:
@@ -224,8 +217,8 @@ class Probe(Measure):
 
     @property
     def value_room(self) -> float:
-        """The relative difference up to which two loss values count as equal, without comparing gradients: a mean over
-        tokens is more exact than a gradient."""
+        """What two loss values that ought to be equal may differ by, relatively: a mean over tokens is more exact than
+        a gradient."""
         return min(self.tolerance, (1 if self.coarse else 16) * self.coarsest)
 
     # --- moving the policy --------------------------------------------------------------------------------------------
@@ -243,8 +236,7 @@ class Probe(Measure):
 
     @contextmanager
     def perturbed(self, size: float = 0.05) -> Iterator[None]:
-        """Away from symmetric and zero states: every parameter gets noise of ``size`` times its own (or a typical)
-        rms."""
+        """Away from symmetric and zero states: every parameter gets noise of ``size`` times its (or a typical) rms."""
         sizes = iter(perturbation_sizes(self.parameters.values(), size))
         with self.moved(f"perturbed by {size}", lambda _, noise: next(sizes) * noise):
             yield
@@ -255,8 +247,7 @@ class Probe(Measure):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, every term is active that ``step.active`` can activate: thresholds are within reach, and the
-        parameters are perturbed where that is needed."""
+        """Inside, every term is active that ``step.active`` can activate."""
         declared, outer, state = self.step.active, self.step, self._state
         if declared is None or "active" in state:
             yield
@@ -275,10 +266,13 @@ class Probe(Measure):
         outer, kept, made = self._state, dict(self._kept), dict(self._made)
         self._state = "in training"
         try:
-            with restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None):
+            with self._restored():
                 yield
         finally:
             self._state, self._kept, self._made = outer, kept, made
+
+    def _restored(self) -> AbstractContextManager[None]:
+        return restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None)
 
     # --- the batches of these states ----------------------------------------------------------------------------------
 
@@ -289,8 +283,8 @@ class Probe(Measure):
         return off if off and (self.look(None, off).loss != 0 or self.gradient(None, off).norm() > 0) else {}
 
     def off_policy(self) -> edits.Batch:
-        """``edits.off_policy``, with behaviour log-probs around the policy's own, where these are known:
-        whole rows on either side of ratio 1, so that token and sequence ratios both leave their clips both ways."""
+        """``edits.off_policy``, with behaviour log-probs around the policy's own where these are known: whole rows on
+        either side of ratio 1, so that token and sequence ratios leave their clips both ways."""
         return self.kept("off-policy", self._off_policy)
 
     def _off_policy(self) -> edits.Batch:
@@ -303,13 +297,11 @@ class Probe(Measure):
         rows = torch.arange(len(now), device=now.device, dtype=now.dtype)
         side = torch.where(rows % 2 == 0, 1.0, -1.0) * 0.4 * 0.1 ** (3 * rows / max(len(now), 2))
         spread = 10 ** (edits.noise_like(now, rng).clamp(-2, 0.5) - 0.3)  # from ratios of almost 1 to some of 5
-        on = edits.fit(edits.supervised(step, batch), now)
-        wander = spread * edits.noise_like(now, rng)
+        taken, wander = edits.taken(step, now, batch), spread * edits.noise_like(now, rng)
         if now.ndim == 2:  # a row's own mean stays at its side of ratio 1, however near that is
-            taken = torch.ones_like(now) if on is None else on.to(now.dtype)
             wander = wander - (wander * taken).sum(-1, keepdim=True) / taken.sum(-1, keepdim=True).clamp(min=1)
         moved = (now + side.reshape(-1, *[1] * (now.ndim - 1)) + wander).clamp(max=-1e-3)
-        batch[key] = moved if on is None else torch.where(on, moved, batch[key])
+        batch[key] = torch.where(taken.bool(), moved, batch[key])
         return batch
 
     def as_policy(self, batch: Mapping[str, Any], roles: tuple[str, ...] = edits.SAMPLERS) -> edits.Batch:
@@ -326,8 +318,8 @@ class Probe(Measure):
         path and function."""
         step = self.step
         functions = [name for name in FUNCTIONS if getattr(step, name) is not None]
-        declared = (step.roles, step.masks, step.knobs, *step.options.values(), step.metrics, step.paths)
-        return 20 + 2 * (sum(map(len, declared)) + len(functions))
+        declared = (step.roles, step.masks, step.knobs, *step.options.values(), step.metrics, step.paths, functions)
+        return 20 + 2 * sum(map(len, declared))
 
     def afford(self, more: float, keep: float = 4.0) -> bool:
         """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""
@@ -336,8 +328,7 @@ class Probe(Measure):
     # --- a copy -------------------------------------------------------------------------------------------------------
 
     def twin(self) -> Probe:
-        """The same step on a copy of its model as it is now, in float64; with the gradient hooks of parameters,
-        which a copy does not have: they are part of the step."""
+        """The same step on a copy of its model as it is now, in float64, with the gradient hooks of its parameters."""
         model = copy.deepcopy(self.step.model).double()
         copies = dict(model.named_parameters())
         for name, p in self.step.model.named_parameters():
@@ -354,11 +345,7 @@ class Probe(Measure):
     def open(self) -> Iterator[Probe]:
         """The whole audit runs inside; on the way out everything is restored."""
         self.step.check_call()
-        own_update = self.step.update is not None
-        with (
-            restored(self.step.model, self.step.optimizer, own_update=own_update),
-            without_dropout(self.step.model) as self.dropout,
-        ):
+        with self._restored(), without_dropout(self.step.model) as self.dropout:
             if self.dropout:
                 self.notes = (f"dropout was switched off for the audit ({len(self.dropout)} rates above 0)",)
             if once := not_restored(self.step.model):
@@ -374,31 +361,30 @@ class Probe(Measure):
 
     def try_functions(self) -> None:
         """Raise where a declared function, called once for the unchanged step, does not give what is compared with."""
-        step, called = self.step, [name for name in COMPARED if getattr(self.step, name) is not None]
-        given = {name: self.forward(getattr(step, name), graph=False) for name in called if name != "reference"}
+        step = self.step
+        given = {n: self.forward(fn, graph=False) for n in COMPARED if (fn := getattr(step, n)) is not None}
         if step.reference is not None:
             with calling(step.seed, graph=False):
                 given["reference"] = step.reference()
         for name, found in given.items():
             tensor = isinstance(found, Tensor)
             what = f"{name} gives a {f'tensor of shape {tuple(found.shape)}' if tensor else type(found).__name__}"
-            several = isinstance(found, tuple | list) or (tensor and found.ndim == 2)
-            sides = [side.numel() for side in found if isinstance(side, Tensor)] if several else []
-            if name == "logprobs" and "chosen" in step.roles and sides != [step.rows] * 2:
-                one = f"shape ({step.rows},)"
-                raise StepError(f"{what}: give two tensors of {one}, of the chosen and of the rejected answers.")
-            if name == "logprobs" and ("chosen" in step.roles or (sides and not tensor and step.kind == "preference")):
-                continue
+            if name == "logprobs" and step.kind == "preference":
+                several = isinstance(found, tuple | list) or (tensor and found.ndim == 2)
+                sides = [side.numel() for side in found if isinstance(side, Tensor)] if several else []
+                if "chosen" in step.roles and sides != [step.rows] * 2:
+                    one = f"shape ({step.rows},)"
+                    raise StepError(f"{what}: give two tensors of {one}, of the chosen and of the rejected answers.")
+                if sides:
+                    continue
             if not tensor:
                 raise StepError(f"{what}: give a tensor.")
-            for role in (r for r in COMPARED[name] if r in step.roles):
+            for role in (r for r in COMPARED.get(name, ()) if r in step.roles):
                 # A reference and advantages may have other dimensions, one column, or one that the loss cuts off.
-                shape = step.batch[step.roles[role]].shape
+                key, shape = step.roles[role], step.batch[step.roles[role]].shape
                 other = len(shape) != found.ndim or shape[1:] in ((1,), (found.shape[-1] + 1,))
                 if shape.numel() != found.numel() and not (other and role in ("reference", "advantages")):
-                    key = step.roles[role]
-                    raise StepError(f"{what}, but role {role!r} ({key!r}) has {tuple(shape)}: give one number for each "
-                                    "of its places.")  # fmt: skip
+                    raise StepError(f"{what}, but role {role!r} ({key!r}) has {tuple(shape)}: give as many numbers.")
 
     def written(self) -> list[str]:
         """The trainable parameters that are not what they were when the audit began."""
