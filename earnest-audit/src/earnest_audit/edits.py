@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from earnest_audit.restore import is_container, rebuilt
@@ -26,11 +26,11 @@ INPUTS = ("advantages", "rewards", *LOGPROBS, "reference_distribution", "teacher
 PER_TOKEN = tuple(role for role in INPUTS if role not in ("reference_chosen", "reference_rejected", "margin"))
 
 
-def generator(step: Step, salt: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 * step.seed + salt)
+def generator(step: Step, salt: int = 0) -> Generator:
+    return Generator().manual_seed(1000 * step.seed + salt)
 
 
-def noise_like(t: Tensor, rng: torch.Generator) -> Tensor:
+def noise_like(t: Tensor, rng: Generator) -> Tensor:
     return torch.randn(t.shape, generator=rng).to(t.device, t.dtype if t.is_floating_point() else torch.float32)
 
 
@@ -58,9 +58,7 @@ def widened(on: Tensor, width: int) -> Tensor | None:
     return torch.nn.functional.pad(on, (gap, 0)) if gap in (0, 1) else None
 
 
-def perturb(
-    step: Step, batch: Mapping[str, Any], role: str, rng: torch.Generator, *, where: Tensor | None = None
-) -> Batch:
+def perturb(step: Step, batch: Mapping[str, Any], role: str, rng: Generator, where: Tensor | None = None) -> Batch:
     """Change a role's values (at ``where``, by default wherever the loss is taken), non-uniformly and legally."""
     key = step.roles[role]
     old: Tensor = batch[key]
@@ -97,7 +95,7 @@ def off_policy(step: Step) -> Batch:
     return batch
 
 
-def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
+def advantages_like(step: Step, batch: Mapping[str, Any], rng: Generator) -> Tensor:
     """Advantages of both signs, none near 0; one value per row where the batch has one per row."""
     old: Tensor = batch[step.roles["advantages"]]
     sign, size = torch.sign(noise_like(old, rng)), 0.3 + noise_like(old, rng).abs()
@@ -125,7 +123,7 @@ def opposite(step: Step, batch: Mapping[str, Any]) -> Batch | None:
     return {**batch, key: (whole.max() + whole.min() - whole).to(old.dtype)}
 
 
-def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:
+def _other_integers(old: Tensor, role: str, rng: Generator) -> Tensor:
     """A teacher's integers are ids: they are shuffled. Others get 0 or 1 more: the least always 1, the largest never,
     as a loss that takes off the mean would hide the same change of all."""
     flat = old.flatten()
@@ -194,9 +192,7 @@ def _ignored(step: Step) -> dict[str, int]:
     return declared | dict.fromkeys(step.masks, 0)
 
 
-def pad(
-    step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None, new: bool = False
-) -> Batch:
+def pad(step: Step, side: str = "right", extra: int = 3, keys: Iterable[str] | None = None, new: bool = False) -> Batch:
     """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` (by default the first of
     ``readings``). Integers without a role repeat the edge; with ``new`` they are in no row of the batch."""
     keys = readings(step)[0] if keys is None else keys
@@ -351,10 +347,9 @@ def fit(where: Tensor | None, values: Tensor | None) -> Tensor | None:
     if where is None or values is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
         return None
     gap = where.shape[1] - values.shape[1]
-    if gap == 1:  # values are aligned with the shifted targets
-        where = where[:, 1:]
-    elif gap != 0:
+    if gap not in (0, 1):
         return None
+    where = where[:, gap:]  # values that are one narrower are aligned with the shifted targets
     while where.ndim < values.ndim:
         where = where[..., None]
     return where

@@ -1,7 +1,7 @@
 """Measures a step under control: loss, metrics and gradient, from the same randomness every time.
 
-``cost`` counts in step times: 1 for a gradient, a third for a look at the loss and its metrics. Readings of the declared
-batch, and of every batch that is made by ``kept``, are kept for each state of the parameters.
+``cost`` counts in step times: 1 for a gradient, a third for a look at loss and metrics. Readings of the declared batch,
+and of every batch that is made by ``kept``, are kept for each state of the parameters.
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ from earnest_audit.step import Loss, Step, StepError
 T = TypeVar("T")
 Inputs = Mapping[str, Any] | None
 """A batch, or settings, in place of the declared ones."""
+Result = tuple[Tensor, dict[str, float]]
+"""Loss and metrics."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,7 +97,7 @@ class Measure:
     def _named(self, found: Sequence[Tensor | None]) -> Gradient:
         """Without graphs, and dense."""
         self.sparse |= {n for n, g in zip(self.parameters, found, strict=True) if g is not None and g.is_sparse}
-        parts = (None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in found)
+        parts = (None if g is None else g.detach().to_dense() for g in found)
         return Gradient(dict(zip(self.parameters, parts, strict=True)))
 
     def _key(self, batch: Mapping[str, Any], knobs: Inputs) -> tuple[str, int, str]:
@@ -127,41 +129,35 @@ class Measure:
         value, metrics = self.run(batch, knobs, None, graph=False)
         return Reading(float(value), metrics=metrics)
 
-    def run(
-        self, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None = None, graph: bool = True,
-        seed: int | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+    def run(self, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None = None, graph: bool = True) -> Result:
         if self._state != "in training":  # what a forward pass wrote must not reach the next one
             self._put_buffers_back()
-        value, metrics = result_of(self._called(loss or self.step.loss, batch, graph, seed, self.settings(knobs)))
+        value, metrics = result_of(self._called(loss or self.step.loss, batch, graph, self.settings(knobs)))
         return value if graph else value.detach(), metrics
 
-    def _called(
-        self, fn: Callable[..., Any], batch: Mapping[str, Any], graph: bool, seed: int | None, knobs: Mapping[str, Any]
-    ) -> Any:
+    def _called(self, fn: Callable[..., Any], batch: Mapping[str, Any], graph: bool, knobs: Mapping[str, Any]) -> Any:
         """What the user's function gives for the model and a copy of the batch; always with a graph once it raised
         without one, as code does that differentiates inside (a gradient penalty)."""
-        seed = self.step.seed if seed is None else seed
         if not (graph or self._inner_grad):
             try:
-                with calling(seed, graph=False):
+                with calling(self.step.seed, graph=False):
                     return fn(self.step.model, fresh(batch), **knobs)
             except RuntimeError as error:
                 if "does not require grad" not in str(error):
                     raise
                 self._inner_grad = True
-        with calling(seed, graph=True):
+        with calling(self.step.seed, graph=True):
             return fn(self.step.model, fresh(batch), **knobs)
 
     def settings(self, knobs: Inputs = None) -> dict[str, Any]:
-        """Every setting and the first mode of every option, with ``knobs`` in their place."""
-        return {**self.step.knobs, **{o: m[0] for o, m in self.step.options.items()}, **(knobs or {})}
+        """The value of every setting, with ``knobs`` in place of the declared ones."""
+        return {n: s.value for n, s in self.step.declared.items()} | dict(knobs or {})
 
     def forward(self, fn: Callable[..., Any] | None, batch: Inputs = None, graph: bool = True) -> Any:
         """What a declared function (``logprobs``, ``student``) gives for the model and this batch."""
         assert fn is not None
         self.cost += 1 if graph else 1 / 3
-        return self._called(fn, self.step.batch if batch is None else batch, graph, None, {})
+        return self._called(fn, self.step.batch if batch is None else batch, graph, {})
 
     def now(self) -> Tensor:
         """The policy's log-probs in this state (``step.logprobs``, no graph); edits of signals do not change them."""
@@ -216,7 +212,7 @@ def fresh(batch: Mapping[str, Any]) -> Batch:
     return {k: copied(v) for k, v in batch.items()}
 
 
-def result_of(result: Any) -> tuple[Tensor, dict[str, float]]:
+def result_of(result: Any) -> Result:
     """Loss and metrics, from whatever a step may return: loss, (loss, metrics), {"loss": …} or an object with .loss."""
     metrics: Any = None
     if isinstance(result, tuple) and result:

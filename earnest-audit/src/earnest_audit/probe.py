@@ -29,13 +29,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest_audit import edits
+from earnest_audit import edits, restore
 from earnest_audit.facts import Metric
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import buffers, calling, moved, not_restored, perturbation_sizes, restored, without_dropout
+from earnest_audit.restore import buffers, calling, not_restored, perturbation_sizes, replaced, without_dropout
 from earnest_audit.step import FUNCTIONS, Step, StepError
 from earnest_audit.verdict import Finding
 
@@ -160,10 +160,9 @@ class Probe(Measure):
     def random(self) -> bool:
         """Whether the loss differs between two seeds (dropout is off): then other rows get other draws."""
         if self._random is None:
-            self.cost += 1 / 3
             here = self.look().loss
-            with torch.no_grad():
-                there = float(self.run(self.step.batch, None, graph=False, seed=self.step.seed + 1)[0])
+            with replaced(self.step, {"seed": self.step.seed + 1}):
+                there = self.look(dict(self.step.batch)).loss
             self._random = abs(here - there) > 4 * self.noise() * max(abs(here), abs(there))
         return self._random
 
@@ -225,14 +224,10 @@ class Probe(Measure):
 
     @contextmanager
     def moved(self, state: str, by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """``moved`` for every trainable parameter. ``state`` names where that is: the same name from the same place
-        must mean the same bits."""
-        outer, self._state = self._state, f"{self._state}, {state}"
-        try:
-            with moved(self.parameters.values(), by, self.step.seed + 17):
-                yield
-        finally:
-            self._state = outer
+        """``restore.moved`` for every trainable parameter. ``state`` names where: one name from one place is one point."""
+        now = {"_state": f"{self._state}, {state}"}
+        with replaced(self, now), restore.moved(self.parameters.values(), by, self.step.seed + 17):
+            yield
 
     @contextmanager
     def perturbed(self, size: float = 0.05) -> Iterator[None]:
@@ -248,31 +243,24 @@ class Probe(Measure):
     @contextmanager
     def active(self) -> Iterator[None]:
         """Inside, every term is active that ``step.active`` can activate."""
-        declared, outer, state = self.step.active, self.step, self._state
-        if declared is None or "active" in state:
+        step, active = self.step, self.step.active
+        if active is None or "active" in self._state:
             yield
             return
-        changed = {n: replace(outer.declared[n], value=v) for n, v in declared.settings.items()}
-        self.step, self._state = replace(outer, settings={**outer.settings, **changed}), f"{state}, active"
-        try:
-            with self.perturbed(declared.perturb) if declared.perturb else nullcontext():
-                yield
-        finally:
-            self.step, self._state = outer, state
+        changed = {n: replace(step.declared[n], value=v) for n, v in active.settings.items()}
+        now = {"step": replace(step, settings={**step.settings, **changed}), "_state": f"{self._state}, active"}
+        with replaced(self, now), self.perturbed(active.perturb) if active.perturb else nullcontext():
+            yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Inside, parameters may change; readings made there are not kept."""
-        outer, kept, made = self._state, dict(self._kept), dict(self._made)
-        self._state = "in training"
-        try:
-            with self._restored():
-                yield
-        finally:
-            self._state, self._kept, self._made = outer, kept, made
+        now = {"_state": "in training", "_kept": dict(self._kept), "_made": dict(self._made)}
+        with replaced(self, now), self._restored():
+            yield
 
     def _restored(self) -> AbstractContextManager[None]:
-        return restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None)
+        return restore.restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None)
 
     # --- the batches of these states ----------------------------------------------------------------------------------
 
@@ -354,10 +342,7 @@ class Probe(Measure):
             self._sums = self._sum()
             if self.step.backward is None:  # or else when a law compares gradients: the run's own pass needs less
                 _ = self.precision
-            try:
-                yield self
-            finally:
-                self._put_buffers_back()
+            yield self
 
     def try_functions(self) -> None:
         """Raise where a declared function, called once for the unchanged step, does not give what is compared with."""

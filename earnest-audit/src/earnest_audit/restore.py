@@ -274,8 +274,6 @@ def copied(value: Any) -> Any:
     """A copy that may be written into: tensors, arrays and the containers that hold them, at any depth."""
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
     if isinstance(value, Generator):
         raise EarnestError("the batch has a generator, which can be read only once: give a list.")
     return rebuilt(value, copied) if is_container(value) else copy.copy(value)
@@ -289,12 +287,9 @@ def is_container(value: Any) -> bool:
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same kind of container, with ``change`` of every entry."""
     if isinstance(value, Mapping):
-        entries = {k: change(v) for k, v in value.items()}
-        if type(value) is dict or not hasattr(value, "__setitem__"):
-            return entries
-        new: Any = copy.copy(value)  # a BatchEncoding stays one
-        for k, v in entries.items():
-            new[k] = v
+        new: Any = copy.copy(value) if hasattr(value, "__setitem__") else {}  # a BatchEncoding stays one
+        for k, v in value.items():
+            new[k] = change(v)
         return new
     if not isinstance(value, list | tuple):  # a dataclass, frozen perhaps, or a namespace
         new = copy.copy(value)

@@ -277,7 +277,7 @@ class Step:
 
     def check_call(self) -> None:
         """Raise unless every declared function takes the arguments that it is called with."""
-        both, settings = FUNCTIONS["logprobs"], (*self.knobs, *self.options)
+        both, settings = FUNCTIONS["logprobs"], tuple(self.settings)
         calls: list[tuple[str, Any, tuple[str, ...], tuple[str, ...]]] = [("loss", self.loss, both, settings)]
         calls += [(name, fn, taken, ()) for name, taken in FUNCTIONS.items() if (fn := getattr(self, name)) is not None]
         for name, path in self.paths.items():
