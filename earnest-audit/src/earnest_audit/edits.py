@@ -186,8 +186,7 @@ def add_masked_row(step: Step, least: bool = False) -> Batch:
 
 def _ignored(step: Step) -> dict[str, int]:
     """Masks and labels of the batch, with the value that takes a place out of the loss."""
-    ignored = step.ignored if "labels" in step.roles else None
-    values = {"mask": 0, "labels": ignored, **{f"{s}_mask": 0 for s in SIDES}}
+    values = {"mask": 0, "labels": step.ignored, **{f"{s}_mask": 0 for s in SIDES}}
     declared = {step.roles[r]: value for r, value in values.items() if r in step.roles and value is not None}
     return declared | dict.fromkeys(step.masks, 0)
 

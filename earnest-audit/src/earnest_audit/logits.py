@@ -26,8 +26,8 @@ from earnest_audit.restore import observed
 
 @dataclass(frozen=True, eq=False)
 class Descent:
-    """Per target [B, T]: ``logprobs``; ``rises`` = -⟨∂L/∂logits, ∂lp/∂logits⟩, by how much descending the loss raises
-    each; ``cosines`` of the two vectors."""
+    """Per target [B, T]: its log-prob; by how much descending the loss raises it, -⟨∂L/∂logits, ∂lp/∂logits⟩; and the
+    cosine of these two vectors."""
 
     logprobs: Tensor
     rises: Tensor
@@ -35,7 +35,7 @@ class Descent:
 
 
 def descent(probe: Probe) -> Descent | None:
-    """None where it is not known which logits predict which target, or the loss is no function of log-probs."""
+    """None where it is unknown which logits predict which target, or the loss is no function of log-probs."""
     step = probe.step
     ids, labels = step.value("ids"), step.value("labels")
     targets, shift = ids if labels is None else labels, 0 if edits.ahead(step) else 1

@@ -127,27 +127,25 @@ class Measure:
             return self._kept[key]
         self.cost += 1 / 3
         value, metrics = self.run(batch, knobs, None, graph=False)
-        return Reading(float(value), metrics=metrics)
+        return Reading(float(value.detach()), metrics=metrics)
 
     def run(self, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None = None, graph: bool = True) -> Result:
         if self._state != "in training":  # what a forward pass wrote must not reach the next one
             self._put_buffers_back()
-        value, metrics = result_of(self._called(loss or self.step.loss, batch, graph, self.settings(knobs)))
-        return value if graph else value.detach(), metrics
+        return result_of(self._called(loss or self.step.loss, batch, graph, self.settings(knobs)))
 
     def _called(self, fn: Callable[..., Any], batch: Mapping[str, Any], graph: bool, knobs: Mapping[str, Any]) -> Any:
         """What the user's function gives for the model and a copy of the batch; always with a graph once it raised
         without one, as code does that differentiates inside (a gradient penalty)."""
-        if not (graph or self._inner_grad):
-            try:
-                with calling(self.step.seed, graph=False):
-                    return fn(self.step.model, fresh(batch), **knobs)
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._inner_grad = True
-        with calling(self.step.seed, graph=True):
-            return fn(self.step.model, fresh(batch), **knobs)
+        graph = graph or self._inner_grad
+        try:
+            with calling(self.step.seed, graph):
+                return fn(self.step.model, fresh(batch), **knobs)
+        except RuntimeError as error:
+            if graph or "does not require grad" not in str(error):
+                raise
+        self._inner_grad = True
+        return self._called(fn, batch, True, knobs)
 
     def settings(self, knobs: Inputs = None) -> dict[str, Any]:
         """The value of every setting, with ``knobs`` in place of the declared ones."""

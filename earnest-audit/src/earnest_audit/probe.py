@@ -123,8 +123,7 @@ class Probe(Measure):
             raise Ends(self.law.refused(subject, error, what)) from error
 
     def guessed(self, subject: str, readings: Iterable[Callable[[], Finding]], declare: str) -> Finding:
-        """The row of the first reading, which is declared or a guess. Where that fails and another one holds, only a
-        declaration can decide; where all fail, it fails."""
+        """The row of the first reading. Where that fails and another one holds, only a declaration can decide."""
         failed: Finding | None = None
         refused: Exception | None = None
         for number, reading in enumerate(readings):
@@ -167,8 +166,7 @@ class Probe(Measure):
         return self._random
 
     def floor(self) -> float:
-        """Relative change of the gradient when every parameter moves by one unit in the last place: how well this
-        step in this dtype is conditioned."""
+        """Relative change of the gradient when every parameter moves by one unit in the last place."""
         if self._floor is None:
             before = self.gradient()
             floor = self.coarsest if self.coarse else 4 * self.coarsest
@@ -216,15 +214,14 @@ class Probe(Measure):
 
     @property
     def value_room(self) -> float:
-        """What two loss values that ought to be equal may differ by, relatively: a mean over tokens is more exact than
-        a gradient."""
+        """What two values of the loss that ought to be equal may differ by, relatively: less than gradients."""
         return min(self.tolerance, (1 if self.coarse else 16) * self.coarsest)
 
     # --- moving the policy --------------------------------------------------------------------------------------------
 
     @contextmanager
     def moved(self, state: str, by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """``restore.moved`` for every trainable parameter. ``state`` names where: one name from one place is one point."""
+        """Inside, the trainable parameters are moved (``restore.moved``). The same state is the same bits."""
         now = {"_state": f"{self._state}, {state}"}
         with replaced(self, now), restore.moved(self.parameters.values(), by, self.step.seed + 17):
             yield
@@ -298,12 +295,11 @@ class Probe(Measure):
         now = self.now()
         return {**batch, **{k: now.to(batch[k].dtype).reshape(batch[k].shape) for k in keys}}
 
-    # --- what it may cost ---------------------------------------------------------------------------------------------
+    # --- what it may cost, and a copy ---------------------------------------------------------------------------------
 
     @property
     def budget(self) -> float:
-        """The most that a full audit costs, in step times: 20, and 2 for every declared input, setting, mode, metric,
-        path and function."""
+        """The most that a full audit costs, in step times: 20, and 2 for every declaration."""
         step = self.step
         functions = [name for name in FUNCTIONS if getattr(step, name) is not None]
         declared = (step.roles, step.masks, step.knobs, *step.options.values(), step.metrics, step.paths, functions)
@@ -312,8 +308,6 @@ class Probe(Measure):
     def afford(self, more: float, keep: float = 4.0) -> bool:
         """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""
         return self.cost + more + keep <= self.budget
-
-    # --- a copy -------------------------------------------------------------------------------------------------------
 
     def twin(self) -> Probe:
         """The same step on a copy of its model as it is now, in float64, with the gradient hooks of its parameters."""
