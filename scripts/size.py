@@ -36,6 +36,9 @@ LATER = {
 """Capability → its modules, as paths below src/earnest or earnest_audit without ``.py``."""
 FRONTS = r"audit/((frontends|watching)/.*|(watch|pulse|updates|signals|callback|trainers|script)\.py)"
 """The audit's modules that watch runs or meet users where they work, of both editions."""
+SHARED = r"audit/(errors|lazy|version)\.py"
+"""The audit's modules that all of earnest imports, because earnest-audit is installed without earnest; in the first
+edition the errors were a file of earnest."""
 
 
 def git(*arguments: str) -> str:
@@ -47,6 +50,8 @@ def package(path: str) -> str:
     inside = re.sub(r"^(src/earnest/|earnest-audit/src/earnest_)", "", path)
     if re.fullmatch(FRONTS, inside):
         return "audit, watch and front-ends"
+    if re.fullmatch(SHARED, inside):
+        return "(files)"
     return inside.partition("/")[0] if "/" in inside else "(files)"
 
 

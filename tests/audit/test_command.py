@@ -115,7 +115,7 @@ def test_sarif_has_the_law_the_file_and_the_line() -> None:
 
 def test_markdown_shows_failures_first_and_escapes_its_cells() -> None:
     text = markdown(Verdict((HOLDS, FAILS, SKIPPED)))
-    assert text.startswith("## ❌") and "1 checks hold, 1 law broken." in text
+    assert text.startswith("## ❌") and "1 check holds, 1 law broken." in text
     assert "- **MI** on padding \\<\\|pad\\|\\> \\& more (`a b.py:7`)" in text
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert len(rows) == 5 and len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
@@ -145,14 +145,19 @@ def test_the_plain_table_has_every_row_and_every_meaning() -> None:
 
 def test_one_process_judges_a_script_and_writes_every_format(tmp_path: Path) -> None:
     """A broken step: exit 1, and each file names the law and the line of the loss in the script."""
-    path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss * 0.0"))
+    text = STEP.format(step="sft_step", loss="sft_loss", value="loss * 0.0")
+    path = script(tmp_path, f"import os; os.system('echo a child process')\n{text}")
     words = f"--junit r/j.xml {path.name} --sarif r/s.sarif --lr 3 --markdown=r/m.md --json -- --quick".split()
     done = subprocess.run(
         [sys.executable, "-m", "earnest_audit", *words], cwd=tmp_path, capture_output=True, text=True, check=False,
         env={"PYTHONPATH": ":".join(sys.path), "PATH": ""},
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    assert "hello from ['--lr', '3', '--quick']" in done.stderr and not json.loads(done.stdout)["holds"]
+    assert (
+        "a child process" in done.stderr
+        and "hello from ['--lr', '3', '--quick']" in done.stderr
+        and not json.loads(done.stdout)["holds"]
+    )
     line = path.read_text().splitlines().index("def wrong(model, batch, *args, **settings):") + 1
     assert {f["place"] for f in json.loads(done.stdout)["findings"]} == {f"train.py:{line}"}
     found = json.loads((tmp_path / "r/s.sarif").read_text())
@@ -334,7 +339,7 @@ def test_a_warning_is_shown_in_every_format_and_is_no_failure() -> None:
     assert [child.tag for child in root[0][1]] == ["system-out"] and root.attrib["failures"] == "0"
     assert [r["level"] for r in json.loads(sarif(verdict))["runs"][0]["results"]] == ["warning"]
     text = markdown(verdict)
-    assert text.startswith("## ✅") and "1 checks hold, 1 warns, no law is broken." in text
+    assert text.startswith("## ✅") and "1 check holds, 1 warns, no law is broken." in text
     assert "- ⚠️ **IG** on context in ids (`a b.py:9`)" in text
 
 

@@ -11,10 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from earnest_audit import Metric, Setting, Step, StepError, audit, infer
-from earnest_audit.errors import EarnestError, nearest
+from earnest_audit import Metric, Setting, Step, StepError, audit
+from earnest_audit.errors import nearest
 from earnest_audit.facts import MetricKind
-from earnest_audit.frontends.first_edition import Raises
 from earnest_audit.laws import clipping, direction, inputs, knobs, liveness, metrics, on_policy
 from tests.audit.steps import distill_step, policy_step, sft_loss, sft_step
 
@@ -93,32 +92,6 @@ def test_facts_fill_the_fields_that_the_laws_read() -> None:
     assert made.weights == {"kl": "beta", "h": "beta"} and made.fixed == ["nll"]
     assert made.knobs == {"beta": 0.04, "clip": 0.2, "c": 0.1, "n": 8, "alpha": 0.5} and made.pure == {"alpha": 1.0}
     assert made.options == {"mode": ("a", "b", "c")} and made.switches == ["c"] and made.clips == ["clip"]
-
-
-def test_the_names_of_the_first_edition_are_translated_with_a_warning() -> None:
-    step = policy_step()
-    old: dict[str, Any] = {
-        "knobs": {"beta": 0.04, "n": 8, "c": 0.1, "alpha": 0.5}, "options": {"mode": ("a", "b")}, "inert": ("n",),
-        "switches": ["c"], "pure": {"alpha": 1.0}, "twins": frozenset({("a", "b"), ("x", "y")}), "fixed": ("nll",),
-        "terms": {"kl": "beta", "h": Raises("beta")}, "still": {"rows"}, "neutral": {"r": 1.0},
-    }  # fmt: skip
-    with pytest.warns(DeprecationWarning, match=r"knobs, options, .*Setting"):
-        made = Step(step.model, step.loss, step.batch, step.roles, metrics={"kl": (0.0, None)}, **old)
-    with pytest.warns(DeprecationWarning, match="knobs"):
-        assert infer(step.model, step.loss, step.batch, knobs={"beta": 0.04, "clip": 0.2}).knobs["clip"] == 0.2
-    assert made.declared == {
-        "beta": Setting(0.04), "n": Setting(8, "inert"), "c": Setting(0.1, "weight"), "alpha": Setting(0.5, pure=1.0),
-        "mode": Setting("a", modes=("b",), twins=frozenset({("a", "b")})),
-    }  # fmt: skip
-    assert made.facts == {
-        "kl": Metric(0.0, weight="beta"), "h": Metric(weight="beta", raises=True), "nll": Metric(weight=1.0),
-        "rows": Metric(moves=False), "r": Metric(neutral=1.0),
-    }  # fmt: skip
-    with (
-        pytest.warns(DeprecationWarning, match="inert"),
-        pytest.raises(EarnestError, match=r"'chunks' is no setting: .*'chunk'"),
-    ):
-        Step(step.model, step.loss, step.batch, knobs={"chunk": 4}, inert=("chunks",))  # type: ignore[call-arg]
 
 
 def test_an_unknown_kind_is_an_error() -> None:

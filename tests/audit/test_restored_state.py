@@ -375,7 +375,7 @@ def test_an_interrupt_at_any_line_leaves_nothing_behind() -> None:
         try:
             with probe.open(), probe.perturbed(), restore.observed([model], lambda *_: None):
                 probe.look()
-                with restore.with_dropout(model), probe.training(), restore.replaced(model, {"calls": 3}):
+                with restore.with_dropout(probe.dropout), probe.training(), restore.replaced(model, {"calls": 3}):
                     probe.own_gradient()
                     step.optimizer.step()  # type: ignore[union-attr]
         except KeyboardInterrupt:

@@ -3,10 +3,9 @@ from earnest_audit.facts import Metric as Metric
 from earnest_audit.facts import Setting as Setting
 from earnest_audit.frontends.callback import AuditCallback as AuditCallback
 from earnest_audit.frontends.entry import audit as audit
-from earnest_audit.frontends.first_edition import Raises as Raises
-from earnest_audit.frontends.first_edition import Step as Step
 from earnest_audit.frontends.inference import infer as infer
 from earnest_audit.step import Active as Active
+from earnest_audit.step import Step as Step
 from earnest_audit.step import StepError as StepError
 from earnest_audit.subjects import Subject as Subject
 from earnest_audit.subjects.adapters import AdapterStart as AdapterStart

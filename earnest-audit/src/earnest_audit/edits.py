@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_padded_sequence, pad_packed_sequence
 
 from earnest_audit.restore import is_container, rebuilt
@@ -26,17 +26,16 @@ INPUTS = ("advantages", "rewards", *LOGPROBS, "reference_distribution", "teacher
 PER_TOKEN = tuple(role for role in INPUTS if role not in ("reference_chosen", "reference_rejected", "margin"))
 
 
-def generator(step: Step, salt: int = 0) -> torch.Generator:
-    return torch.Generator().manual_seed(1000 * step.seed + salt)
+def generator(step: Step, salt: int = 0) -> Generator:
+    return Generator().manual_seed(1000 * step.seed + salt)
 
 
-def noise_like(t: Tensor, rng: torch.Generator) -> Tensor:
+def noise_like(t: Tensor, rng: Generator) -> Tensor:
     return torch.randn(t.shape, generator=rng).to(t.device, t.dtype if t.is_floating_point() else torch.float32)
 
 
 def supervised(step: Step, batch: Mapping[str, Any] | None = None) -> Tensor | None:
-    """Where the loss is taken [B, T], from the mask or from labels that are not ignored; None where neither is
-    declared."""
+    """Where the loss is taken [B, T], by the mask or else by the labels; None where neither is declared."""
     batch = batch or step.batch
     if "mask" in step.roles:
         return batch[step.roles["mask"]] != 0
@@ -46,8 +45,7 @@ def supervised(step: Step, batch: Mapping[str, Any] | None = None) -> Tensor | N
 
 
 def supervised_wide(step: Step) -> Tensor | None:
-    """``supervised`` in the ids' width [B, T]; a mask that is one narrower is aligned with the shifted targets. None
-    where it does not stand beside the ids."""
+    """``supervised`` in the ids' width [B, T]; None where it does not stand beside the ids."""
     ids, on = step.value("ids"), supervised(step)
     if ids is None or on is None or ids.ndim != 2 or on.ndim < 2 or on.shape[0] != ids.shape[0]:
         return None
@@ -55,14 +53,12 @@ def supervised_wide(step: Step) -> Tensor | None:
 
 
 def widened(on: Tensor, width: int) -> Tensor | None:
-    """A mask [B, T] or [B, T - 1] in the width T; None where it is of another width."""
+    """A mask [B, T], or [B, T - 1] of the shifted targets, in the width T; None for another width."""
     gap = width - on.shape[1]
     return torch.nn.functional.pad(on, (gap, 0)) if gap in (0, 1) else None
 
 
-def perturb(
-    step: Step, batch: Mapping[str, Any], role: str, rng: torch.Generator, *, where: Tensor | None = None
-) -> Batch:
+def perturb(step: Step, batch: Mapping[str, Any], role: str, rng: Generator, where: Tensor | None = None) -> Batch:
     """Change a role's values (at ``where``, by default wherever the loss is taken), non-uniformly and legally."""
     key = step.roles[role]
     old: Tensor = batch[key]
@@ -72,7 +68,7 @@ def perturb(
     if role == "advantages":
         new = advantages_like(step, batch, rng)
     elif role in LOGPROBS or (role == "teacher" and log_like(old)):
-        new = torch.minimum(old - 0.6 * noise.abs() * torch.sign(noise_like(old, rng)), torch.full_like(old, -1e-3))
+        new = (old - 0.6 * noise.abs() * torch.sign(noise_like(old, rng))).clamp(max=-1e-3)
     elif role == "importance":
         new = old * torch.exp(0.5 * noise)
     elif role == "teacher" and probability_like(old):
@@ -80,18 +76,15 @@ def perturb(
     elif not old.is_floating_point():
         new = _other_integers(old, role, rng)
     else:
-        scale = old.float().std() if old.numel() > 1 else old.float().abs().mean()
-        size = float(scale) if bool(torch.isfinite(scale)) and float(scale) > 0 else 1.0
-        new = old + (noise * size).to(old.dtype)
-    if where is not None:
-        new = torch.where(where, new.to(old.dtype), old)
-    return {**batch, key: new.to(old.dtype)}
+        size = float(old.float().std() if old.numel() > 1 else old.float().abs().mean())
+        new = old + noise * (size if 0 < size < torch.inf else 1.0)
+    new = new.to(old.dtype)
+    return {**batch, key: new if where is None else torch.where(where, new, old)}
 
 
 def off_policy(step: Step) -> Batch:
-    """The batch as a later update would see it: ratios on both sides of any clip, a reference that differs, advantages
-    of both signs. A clip has no effect at ratio 1 and a KL's gradient is 0 at the reference; both must be left to be
-    seen."""
+    """The batch as a later update has it: ratios on both sides of any clip (which has no effect at ratio 1), a
+    reference that differs (a KL's gradient is 0 at the reference), advantages of both signs."""
     batch: Batch = dict(step.batch)
     rng = generator(step, 5)
     for role in (*LOGPROBS, "reference_distribution"):
@@ -102,17 +95,16 @@ def off_policy(step: Step) -> Batch:
     return batch
 
 
-def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) -> Tensor:
+def advantages_like(step: Step, batch: Mapping[str, Any], rng: Generator) -> Tensor:
     """Advantages of both signs, none near 0; one value per row where the batch has one per row."""
     old: Tensor = batch[step.roles["advantages"]]
     sign, size = torch.sign(noise_like(old, rng)), 0.3 + noise_like(old, rng).abs()
     spread = sign * (size if old.is_floating_point() else size.ceil())
     on = fit(supervised(step, batch), old)
     if on is not None and old.ndim == 2:
-        shown = torch.where(on, old, torch.full_like(old, float("nan")))
-        first = torch.nan_to_num(shown, nan=-torch.inf).amax(-1, keepdim=True)
-        if bool(((shown == first) | ~on).all()):  # constant along every row
-            spread = torch.where(on, spread[:, :1].expand_as(old), spread)
+        highest = old.double().masked_fill(~on, -torch.inf).amax(-1, keepdim=True)
+        if bool(((old == highest) | ~on).all()):  # constant along every row
+            spread = torch.where(on, spread[:, :1], spread)
     drawn = spread if on is None else spread.masked_select(on)
     if bool((drawn > 0).all() | (drawn < 0).all()):  # one sign by chance
         spread[: len(spread) // 2] *= -1
@@ -120,8 +112,8 @@ def advantages_like(step: Step, batch: Mapping[str, Any], rng: torch.Generator) 
 
 
 def opposite(step: Step, batch: Mapping[str, Any]) -> Batch | None:
-    """The same batch with every advantage negated, or every reward where the step makes the advantages itself (integers
-    are mirrored within their range): what was clipped on one side is not on the other."""
+    """The batch with every advantage negated, so that what was clipped is not, and the reverse. Where the step makes
+    the advantages itself, the rewards are; integers among them are mirrored within their range."""
     key = step.roles.get("advantages", step.roles.get("rewards"))
     if key is None or not isinstance(old := batch[key], Tensor):
         return None
@@ -131,9 +123,9 @@ def opposite(step: Step, batch: Mapping[str, Any]) -> Batch | None:
     return {**batch, key: (whole.max() + whole.min() - whole).to(old.dtype)}
 
 
-def _other_integers(old: Tensor, role: str, rng: torch.Generator) -> Tensor:
-    """A teacher's integers are ids: other ones that occur. Others get 0 or 1 more, never all the same, which a mean
-    that is taken off would hide: the least always 1, the largest never."""
+def _other_integers(old: Tensor, role: str, rng: Generator) -> Tensor:
+    """A teacher's integers are ids: they are shuffled. Others get 0 or 1 more: the least always 1, the largest never,
+    as a loss that takes off the mean would hide the same change of all."""
     flat = old.flatten()
     if role == "teacher":
         return flat[torch.randperm(flat.numel(), generator=rng).to(old.device)].reshape(old.shape)
@@ -151,8 +143,7 @@ def lifted(batch: Mapping[str, Any]) -> Batch:
 
 
 def repeat_rows(step: Step) -> Batch:
-    rows = torch.arange(step.rows)
-    return take_rows(step, torch.cat([rows, rows]))
+    return take_rows(step, torch.arange(step.rows).repeat(2))
 
 
 def take_rows(step: Step, index: Tensor) -> Batch:
@@ -164,10 +155,8 @@ def rows_of(batch: Mapping[str, Any], rows: int, index: Tensor) -> Batch:
     places = index.tolist()
 
     def take(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return value[index.to(value.device)] if value.ndim > 0 and value.shape[0] == rows else value
-        if isinstance(value, np.ndarray):
-            return value[np.asarray(places)] if value.ndim > 0 and value.shape[0] == rows else value
+        if isinstance(value, Tensor | np.ndarray):
+            return value[places] if value.ndim > 0 and value.shape[0] == rows else value
         if isinstance(value, PackedSequence):
             padded, lengths = pad_packed_sequence(value, batch_first=True)
             return pack_padded_sequence(padded[places], lengths[places], batch_first=True, enforce_sorted=False)
@@ -179,16 +168,16 @@ def rows_of(batch: Mapping[str, Any], rows: int, index: Tensor) -> Batch:
 
 
 def add_masked_row(step: Step, least: bool = False) -> Batch:
-    """One more row in which the loss is taken nowhere: a copy of the one whose undeclared numbers are the largest, so
-    that they are seen if they enter the loss beside the mask; of the last where there are none. ``least``: of another
-    one."""
-    rows, declared, size = torch.arange(step.rows), set(step.roles.values()), torch.zeros(step.rows)
+    """One more row in which the loss is taken nowhere: a copy of the one whose undeclared numbers are the largest (or
+    ``least``), which change the loss if they enter it beside the mask; of the last where there are none."""
+    declared, size = set(step.roles.values()), torch.zeros(step.rows)
     for key, value in step.batch.items():
-        if isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (step.rows,):
+        floats = isinstance(value, Tensor) and value.is_floating_point() and value.shape[:1] == (step.rows,)
+        if floats and key not in declared:
             norm = value.detach().cpu().float().reshape(step.rows, -1).norm(dim=-1)
-            size += norm / norm.max().clamp_min(1e-30) if key not in declared else 0.0
+            size += norm / norm.max().clamp_min(1e-30)
     order = size.argsort(stable=True)
-    batch = take_rows(step, torch.cat([rows, order[:1] if least else order[-1:]]))
+    batch = take_rows(step, torch.cat([torch.arange(step.rows), order[:1] if least else order[-1:]]))
     for key, ignored in _ignored(step).items():
         batch[key] = batch[key].clone()
         batch[key][-1] = ignored
@@ -197,17 +186,14 @@ def add_masked_row(step: Step, least: bool = False) -> Batch:
 
 def _ignored(step: Step) -> dict[str, int]:
     """Masks and labels of the batch, with the value that takes a place out of the loss."""
-    ignored = step.ignored if "labels" in step.roles else None
-    values = {"mask": 0, "labels": ignored, **{f"{s}_mask": 0 for s in SIDES}}
+    values = {"mask": 0, "labels": step.ignored, **{f"{s}_mask": 0 for s in SIDES}}
     declared = {step.roles[r]: value for r, value in values.items() if r in step.roles and value is not None}
     return declared | dict.fromkeys(step.masks, 0)
 
 
-def pad(
-    step: Step, side: str = "right", extra: int = 3, keys: Collection[str] | None = None, new: bool = False
-) -> Batch:
-    """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` (by default those that are
-    declared or guessed). Integers without a role repeat the edge; ``new``: are other ones than any in the batch."""
+def pad(step: Step, side: str = "right", extra: int = 3, keys: Iterable[str] | None = None, new: bool = False) -> Batch:
+    """``extra`` columns of padding after (or in front of) every row, in the tensors ``keys`` (by default the first of
+    ``readings``). Integers without a role repeat the edge; with ``new`` they are in no row of the batch."""
     keys = readings(step)[0] if keys is None else keys
     zeros = ("attention", *(f"{s}_attention" for s in SIDES))
     fill = _ignored(step) | {step.roles[r]: 0 for r in zeros if r in step.roles}
@@ -219,10 +205,9 @@ def pad(
         value: Tensor = batch[key]
         edge = value[:, -1:] if side == "right" else value[:, :1]
         tail = edge.expand(-1, extra, *value.shape[2:]).clone()
-        if key in fill:
-            tail = torch.full_like(tail, fill[key])
-        elif key != step.roles.get("positions") and (value.is_floating_point() or _mask_like(step, key, value)):
-            tail = torch.zeros_like(tail)
+        empty = value.is_floating_point() or mask_like(step, key, value)
+        if key in fill or (empty and key != step.roles.get("positions")):
+            tail.fill_(fill.get(key, 0))
         elif new and key in unknown_integers(step):
             tail = value.max() + 1 + torch.arange(tail.numel(), device=value.device).reshape(tail.shape)
         batch[key] = torch.cat([value, tail] if side == "right" else [tail, value], dim=1)
@@ -232,17 +217,17 @@ def pad(
 def unknown_integers(step: Step) -> list[str]:
     """Tensors of integers that have the rows' width, no role, and are no mask."""
     return [k for k in readings(step)[0] if k not in step.roles.values() and not step.batch[k].is_floating_point()
-            and not _mask_like(step, k, step.batch[k])]  # fmt: skip
+            and not mask_like(step, k, step.batch[k])]  # fmt: skip
 
 
-def _mask_like(step: Step, key: str, value: Tensor) -> bool:
+def mask_like(step: Step, key: str, value: Tensor) -> bool:
     """Zeros and ones without a role: a mask that is not declared."""
     return key not in step.roles.values() and bool(((value == 0) | (value == 1)).all())
 
 
 def by_attention(step: Step) -> bool:
-    """Whether the attention mask alone tells where a loss without a declared mask can be taken: the batch has padding,
-    and no tensor of integers whose padding is not known."""
+    """Whether only the attention mask shows where the loss may be taken: there is padding, nothing declares where the
+    loss is taken, and the padding of every tensor of integers is known."""
     ids, shown = step.value("ids"), step.value("attention")
     if supervised(step) is not None or ids is None or shown is None or ids.shape != shown.shape:
         return False
@@ -250,10 +235,10 @@ def by_attention(step: Step) -> bool:
 
 
 def readings(step: Step) -> list[set[str]]:
-    """Which tensors are padded with the rows: ``step.wide``; undeclared, all that have the rows' width, and those that
-    are as wide as a narrower signal (an answer beside prompt and answer). As some may have a width only by accident
-    (prompts beside completions), there are others: the rows' width alone, only what has a role, and of that no
-    attention that is not the ids' own."""
+    """Which tensors are padded with the rows: ``step.wide``; undeclared, all that have the rows' width or that of a
+    narrower signal (an answer beside prompt and answer). Some may have a width by accident (prompts beside
+    completions), so further readings follow: the rows' width alone, only what has a role, and no attention of others
+    than the ids."""
     tensors = {k: v for k, v in step.batch.items() if isinstance(v, Tensor) and v.ndim >= 2}
     if step.wide is not None:
         return [tensors.keys() & set(step.wide)]
@@ -262,31 +247,9 @@ def readings(step: Step) -> list[set[str]]:
     foreign = {step.roles["attention"]} if ids is not None and shown is not None and shown.shape != ids.shape else set()
     signals = [step.value(r) for r in ("mask", "labels", *PER_TOKEN)] if ids is not None else []
     narrow = {v.shape[1] for v in signals if v is not None and v.ndim == 2 and 1 < v.shape[1] < min(widths, default=0)}
-    groups = ({k for k, v in tensors.items() if len(v) == step.rows and v.shape[1] in w} for w in (widths, narrow))
-    wide, more = groups
-    found = [wide | more]
-    for keys in (wide, wide & declared, wide & (declared - foreign)):
-        found += [keys] if keys not in found else []
-    return found
-
-
-def guesses(step: Step) -> Iterator[str]:
-    """What laws assume of this batch because of its roles, shapes and values, for the verdict's notes."""
-    padded, teacher = readings(step), step.value("teacher")
-    if step.family is None and step.kind is not None:
-        yield f'guessed from roles: the family is "{step.kind}"; family="…" declares it'
-    if step.wide is None and len(padded) > 1 and (more := sorted(padded[0] - padded[-1])):
-        yield f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it"
-    if masks := [k for k in sorted(padded[0]) if k not in step.masks and _mask_like(step, k, step.batch[k])]:
-        yield f"guessed from values: {', '.join(masks)} is a mask, 0 in padding; a role or masks=(…) declares it"
-    if by_attention(step):
-        yield "guessed from values: the loss is taken where the attention mask is not 0; the role mask declares it"
-    if in_place(step) or ahead(step):
-        where = "their tokens stand" if in_place(step) else "they are predicted"
-        yield f"guessed from values: labels stand where {where}"
-    if teacher is not None and teacher.is_floating_point():
-        form = "log-probs" if log_like(teacher) else "probabilities" if probability_like(teacher) else "logits"
-        yield f"guessed from values: the teacher gives {form}"
+    wide, more = ({k for k, v in tensors.items() if len(v) == step.rows and v.shape[1] in w} for w in (widths, narrow))
+    found = [wide | more, wide, wide & declared, wide & (declared - foreign)]
+    return [keys for number, keys in enumerate(found) if keys not in found[:number]]
 
 
 def _widths(step: Step) -> set[int]:
@@ -313,8 +276,7 @@ def labels_are(step: Step, shift: int, least: int = 1) -> bool:
     ids, labels = step.value("ids"), step.value("labels")
     if ids is None or labels is None or ids.shape != labels.shape or step.roles["ids"] == step.roles["labels"]:
         return False
-    on, mask = labels >= 0, fit(supervised(step), labels)
-    on = on & mask if mask is not None else on
+    on = (labels >= 0) & taken(step, labels).bool()
     on, target, token = on[:, : labels.shape[1] - shift], labels[:, : labels.shape[1] - shift], ids[:, shift:]
     return int(on.sum()) >= least and bool((target == token)[on].all())
 
@@ -326,7 +288,7 @@ def only(step: Step, batch: Mapping[str, Any], keep: Tensor) -> Batch:
     for key, ignored in _ignored(step).items():
         old: Tensor = changed[key]
         here = keep[:, -old.shape[1] :].reshape(*old.shape[:2], *[1] * (old.ndim - 2))
-        changed[key] = torch.where(here, old, torch.full_like(old, ignored))
+        changed[key] = old.masked_fill(~here, ignored)
     return changed
 
 
@@ -357,39 +319,36 @@ def begins(documents: Tensor) -> Tensor:
 
 
 def even(step: Step) -> Batch | None:
-    """The rows that are supervised at all, every one at equally many tokens: there a mean over tokens, over rows and
-    over a row's tokens are the same up to a factor. By turns the last and the first ones of a row, so that a mean down
-    the columns is none of them. None where the number is not known."""
-    sides = [s for s in SIDES if f"{s}_mask" in step.roles]
-    masks = [f"{s}_mask" for s in sides] or [r for r in ("mask", "labels") if r in step.roles][:1]
-    values = {r: step.value(r) for r in masks}
-    off = {r: step.ignore_index if r == "labels" else 0 for r in masks}
-    counts = [(v != off[r]).sum(-1) for r, v in values.items() if v is not None and v.ndim == 2]
-    if not counts or len(counts) != len(masks):
+    """The rows that are supervised at all, each at equally many tokens: there means over tokens, over rows and over a
+    row's tokens are the same up to a factor. By turns the last and the first tokens of a row, so that a mean down the
+    columns is none of them. None where the number is not known."""
+    roles = [role for side in SIDES if (role := f"{side}_mask") in step.roles]
+    roles = roles or [role for role in ("mask", "labels") if role in step.roles][:1]
+    all_on = {r: step.batch[step.roles[r]] != (step.ignore_index if r == "labels" else 0) for r in roles}
+    if not all_on or any(on.ndim != 2 for on in all_on.values()):
         return None
-    rows = torch.stack([c > 0 for c in counts]).all(0)
+    rows = torch.stack([on.any(-1) for on in all_on.values()]).all(0)
     if int(rows.sum()) < 2:
         return None
-    least = min(int(c[rows].min()) for c in counts)
+    least = min(int(on[rows].sum(-1).min()) for on in all_on.values())
     batch = take_rows(step, rows.nonzero()[:, 0])
-    for role in masks:
-        old: Tensor = batch[step.roles[role]]
-        on = old != off[role]
+    for role, whole in all_on.items():
+        old, on = batch[step.roles[role]], whole[rows]
         number, last = on.long().cumsum(-1), (torch.arange(len(on), device=on.device) % 2 == 0)[:, None]
-        kept = on & torch.where(last, number > on.sum(-1, keepdim=True) - least, number <= least)
-        batch[step.roles[role]] = torch.where(kept, old if role == "labels" else 1, off[role]).to(old.dtype)
+        kept = on & torch.where(last, number > number[:, -1:] - least, number <= least)
+        here = old.masked_fill(~kept, step.ignore_index) if role == "labels" else kept.to(old.dtype)
+        batch[step.roles[role]] = here
     return batch
 
 
-def fit(where: Tensor | None, values: Tensor) -> Tensor | None:
+def fit(where: Tensor | None, values: Tensor | None) -> Tensor | None:
     """The mask in the shape of ``values``, or None where it has another shape (values of whole rows)."""
-    if where is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
+    if where is None or values is None or values.ndim < 2 or where.shape[0] != values.shape[0]:
         return None
     gap = where.shape[1] - values.shape[1]
-    if gap == 1:  # values are aligned with the shifted targets
-        where = where[:, 1:]
-    elif gap != 0:
+    if gap not in (0, 1):
         return None
+    where = where[:, gap:]  # values that are one narrower are aligned with the shifted targets
     while where.ndim < values.ndim:
         where = where[..., None]
     return where
@@ -401,16 +360,11 @@ def taken(step: Step, like: Tensor, batch: Mapping[str, Any] | None = None) -> T
     return torch.ones_like(like) if on is None else on.to(like.dtype).expand_as(like)
 
 
-def fitting(step: Step, role: str) -> Tensor | None:
-    value = step.value(role)
-    return None if value is None else fit(supervised(step), value)
-
-
 def bounds(step: Step, role: str) -> tuple[Tensor, Tensor] | None:
-    """Where a role's values surely, and where they perhaps, enter the loss. A mask as wide as the ids may mark tokens,
-    and the teacher's values of a token are then one position before it."""
-    on, where, value, ids = fitting(step, role), supervised(step), step.value(role), step.value("ids")
-    if on is None or where is None or value is None:
+    """Where a role's values surely, and where they perhaps, enter the loss. In a mask as wide as the ids the teacher's
+    values of a token may be one position before it."""
+    where, value, ids = supervised(step), step.value(role), step.value("ids")
+    if (on := fit(where, value)) is None or where is None or value is None:
         return None
     if role != "teacher" or value.ndim < 3 or ids is None or not ids.shape[1] == where.shape[1] == value.shape[1]:
         return on, on

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Protocol
 
-from earnest_audit import edits
 from earnest_audit.facts import Metric
 from earnest_audit.law import Ends, Law
 from earnest_audit.laws import LAWS
@@ -23,9 +22,8 @@ PROGRESS: list[Callable[[str], None]] = []
 RUNNING: list[object] = []
 """The subjects of the audits that are running now."""
 FROZEN = (
-    "No parameter of the model requires a gradient, so the step trains nothing and no other law was checked. Unfreeze "
-    "what is trained (requires_grad_(True); of an adapter that was loaded: is_trainable=True), or give the model that "
-    "has the adapter."
+    "No parameter of the model requires a gradient: the step trains nothing, and no other law was checked. Unfreeze "
+    "what is trained (requires_grad_(True); a loaded adapter: is_trainable=True), or give the model with the adapter."
 )
 
 
@@ -34,7 +32,7 @@ class Guess(Protocol):
 
     def settings(self, step: Step) -> Step: ...
     def metrics(self, step: Step, returned: Iterable[str]) -> Mapping[str, Metric]: ...
-    def notes(self, step: Step, probe: Probe) -> tuple[str, ...]: ...
+    def notes(self, step: Step, probe: Probe) -> Iterable[str]: ...
 
 
 def audit(
@@ -45,8 +43,8 @@ def audit(
     progress: Callable[[str], None] | None = None,
     guess: Guess | None = None,
 ) -> Verdict:
-    """Check every law (or these ``laws``) that the declarations allow. ``quick`` leaves out the laws that cost many
-    step times. What the unchanged step raises is raised; what it raises when something is changed becomes a row."""
+    """Check every law (or these ``laws``) that the declarations allow; ``quick``: without those that cost many step
+    times. What the unchanged step raises is raised; what it raises when something is changed becomes a row."""
     RUNNING.append(subject)
     try:
         if isinstance(subject, Step):
@@ -79,18 +77,10 @@ def _step(step: Step, laws: Sequence[Law], progress: Callable[[str], None] | Non
             for show in PROGRESS if progress is None else [progress]:
                 show(f"law {number}/{len(laws)}: {law.code} {law.name}")
             findings += checked(law, probe)
-    guesses = () if guess is None else guess.notes(step, probe)
-    return Verdict(tuple(findings), round(probe.cost, 9), probe.notes + guesses + _facts(step))
-
-
-def _facts(step: Step) -> tuple[str, ...]:
     terms = {} if step.active is None else step.active.terms
-    notes = [*edits.guesses(step)]
-    if step.kind == "preference" and (named := step.named_sides[0]):
-        pairs = ", ".join(f"{c} and {r}" for c, r in named.items())
-        notes.append(f"guessed from names: {pairs} belong to the two answers; roles={{role: key}} declares it")
-    notes += [f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items()]
-    return (*notes, *step.remarks)
+    notes = (*probe.notes, *(() if guess is None else guess.notes(step, probe)))
+    notes += tuple(f"{term} is inactive where this run begins, and was checked {how}" for term, how in terms.items())
+    return Verdict(tuple(findings), round(probe.cost, 9), notes + step.remarks)
 
 
 def checked(law: Law, probe: Probe) -> Iterator[Finding]:

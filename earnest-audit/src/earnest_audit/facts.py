@@ -3,8 +3,7 @@
     settings={"beta": Setting(0.04, "weight"), "clip": Setting(0.2, "clip"), "loss": Setting("grpo", modes=("dapo",))}
     metrics={"kl": Metric(low=0.0, weight="beta"), "outside": Metric(kind="clipped share")}
 
-Where a kind is not declared (a setting is a plain number, a metric is undeclared or has no kind), a front-end guesses
-it from usual names (``frontends/names.py``); a verdict lists these guesses.
+Where a kind is not declared, a front-end guesses it from usual names (``frontends/names.py``); a verdict lists that.
 """
 
 from __future__ import annotations

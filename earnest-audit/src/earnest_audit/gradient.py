@@ -23,8 +23,7 @@ class Gradient:
     def dot(self, other: Gradient) -> float:
         total = 0.0
         for name, mine in self.parts.items():
-            theirs = other.parts[name]
-            if mine is not None and theirs is not None:
+            if mine is not None and (theirs := other.parts[name]) is not None:
                 total += float(torch.dot(mine.double().flatten(), theirs.double().flatten()))
         return total
 
@@ -49,11 +48,10 @@ class Gradient:
         """self + factor·other, in float64."""
         parts: dict[str, Tensor | None] = {}
         for name, mine in self.parts.items():
-            theirs = other.parts[name]
-            if mine is None or theirs is None:
-                parts[name] = theirs.double() * factor if theirs is not None else mine
+            if (theirs := other.parts[name]) is None:
+                parts[name] = mine
             else:
-                parts[name] = mine.double() + theirs.double() * factor
+                parts[name] = theirs.double() * factor + (0.0 if mine is None else mine.double())
         return Gradient(parts)
 
     def times(self, factor: float) -> Gradient:
@@ -69,8 +67,8 @@ class Gradient:
 class Span:
     """target ≈ α·a + β·b for the best α, β. ``rest`` is what is left, over the longest of the three.
 
-    ``angle`` is the sine between a and b: a relative error e of the target moves α by up to e·‖target‖/(‖a‖·angle), so
-    the nearer a and b are to parallel, the less a sign says. ``lengths`` are ‖a‖/‖target‖ and ‖b‖/‖target‖.
+    ``angle`` is the sine between a and b: a relative error e of the target moves α by up to e·‖target‖/(‖a‖·angle).
+    ``lengths`` are ‖a‖/‖target‖ and ‖b‖/‖target‖.
     """
 
     alpha: float
@@ -80,8 +78,7 @@ class Span:
     lengths: tuple[float, float]
 
     def within(self, error: float) -> bool:
-        """Whether the target is such a combination, up to ``error``, with no weight below 0 by more than a relative
-        ``error`` of the three gradients explains."""
+        """Whether the target is such a combination with weights ≥ 0, up to a relative ``error`` of the gradients."""
         room = error / max(self.angle, 1e-300)
         parts = (self.alpha * self.lengths[0], self.beta * self.lengths[1])
         return self.rest <= error and all(part >= -room * max(1.0, *map(abs, parts)) for part in parts)

@@ -20,7 +20,7 @@ Ask = tuple[str, str, Callable[[Step], bool]]
 
 
 class Ends(Exception):
-    """Raised by a law, or by a part of one: ``row`` is its last row."""
+    """Raised by a law, or a part of one: ``row`` is its last row."""
 
     def __init__(self, row: Finding) -> None:
         super().__init__(str(row))
@@ -72,8 +72,7 @@ class Reporter:
 
 @dataclass(frozen=True, eq=False)
 class Law(Reporter):
-    """``text`` is the docstring of its file: "CODE: sentence", paragraphs, then the sections. ``check`` yields
-    findings; a missing declaration gives "not declared", which is never a pass.
+    """``text`` is the docstring of its file: "CODE: sentence", paragraphs, the sections; ``check`` yields findings.
 
     ``tier``: "core" is true of every correct step and fails, "contrib" is a detector with known exceptions and warns.
     Rows of a core law that have known exceptions are in its section "Warns", with the right steps that do the same.

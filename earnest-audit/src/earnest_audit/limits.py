@@ -1,5 +1,4 @@
-"""The numbers that several checks are judged by: each with its unit and its reason. A number that only one law uses
-stands beside that law."""
+"""The numbers that several checks are judged by, each with its reason; a number of one law stands beside that law."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""What passes through a model while the loss runs: the ids that it embeds, apart from those that the loss reads; its
-logits, which show how a step of descent changes the log-probs of a batch's targets; and the positions of its outputs
-at which the loss has a gradient.
+"""What passes through a model while the loss runs: the ids that it embeds, its logits (which show how a step of descent
+changes the log-probs of a batch's targets), and the positions of its outputs at which the loss has a gradient.
 
-Embeddings are recognised by value: an ``nn.Embedding`` that is called with the batch's ids, or with all but their last
-column.
-
+Embeddings are recognised by value: an ``nn.Embedding`` is called with the batch's ids, or all but their last column.
 Logits are recognised by a property: a loss of log-probs does not change when a constant is added to all logits of a
 token, so its derivatives by them sum to 0 there; a small penalty on the normaliser (a z-loss) leaves little.
 """
@@ -22,14 +19,15 @@ from torch import Tensor, nn
 from earnest_audit import edits
 from earnest_audit.gradient import nodes
 from earnest_audit.limits import NEAR
+from earnest_audit.measure import Inputs
 from earnest_audit.probe import Probe
 from earnest_audit.restore import observed
 
 
 @dataclass(frozen=True, eq=False)
 class Descent:
-    """Per target [B, T]: ``logprobs``; ``rises`` = -⟨∂L/∂logits, ∂lp/∂logits⟩, by how much descending the loss raises
-    each; ``cosines`` of the two vectors."""
+    """Per target [B, T]: its log-prob; by how much descending the loss raises it, -⟨∂L/∂logits, ∂lp/∂logits⟩; and the
+    cosine of these two vectors."""
 
     logprobs: Tensor
     rises: Tensor
@@ -37,7 +35,7 @@ class Descent:
 
 
 def descent(probe: Probe) -> Descent | None:
-    """None where it is not known which logits predict which target, or the loss is no function of log-probs."""
+    """None where it is unknown which logits predict which target, or the loss is no function of log-probs."""
     step = probe.step
     ids, labels = step.value("ids"), step.value("labels")
     targets, shift = ids if labels is None else labels, 0 if edits.ahead(step) else 1
@@ -61,10 +59,8 @@ def descent(probe: Probe) -> Descent | None:
     return None
 
 
-def _outputs(
-    probe: Probe, batch: Mapping[str, Any], knobs: Mapping[str, Any]
-) -> tuple[Tensor, dict[nn.Module, Tensor]]:
-    """The loss, and what each module gave on the way to it, of those that were called once."""
+def _outputs(probe: Probe, batch: Mapping[str, Any], knobs: Inputs) -> tuple[Tensor, dict[nn.Module, Tensor]]:
+    """The loss, and the outputs on the way to it of the modules that were called once."""
     seen: dict[nn.Module, list[Tensor]] = {}
 
     def keep(module: nn.Module, _args: Any, output: Any) -> None:
@@ -78,9 +74,9 @@ def _outputs(
 
 
 def positions(probe: Probe, batch: edits.Batch, knobs: Mapping[str, Any], on: Tensor) -> dict[nn.Module, Tensor]:
-    """Where the loss has a gradient, and where it has one or the output is certain of one entry, which has none by
-    design [2, B, T]: at each output with the rows of ``on``, and with at least as many positions as are supervised,
-    that reaches the loss through no other one."""
+    """[2, B, T] for each output: where the loss has a gradient; and where it has one or none by design, as the output
+    is certain of one entry. Of the outputs with the rows of ``on`` and room for its positions, those that reach the
+    loss through no other one."""
     probe.cost += 2 / 3  # the backward pass ends at the outputs
     value, seen = _outputs(probe, batch, knobs)
     ends = {o.grad_fn: (m, o) for m, o in seen.items() if len(o) == len(on) and o.shape[1] >= on.sum(-1).max()}
@@ -111,11 +107,11 @@ def embedded(model: nn.Module, given: Tensor, shown: Tensor) -> Iterator[list[st
     names = {module: name for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
 
     def substitute(module: nn.Embedding, args: tuple[Any, ...]) -> Any:
-        found = args[0] if args and isinstance(args[0], Tensor) else None
-        if found is None or found.ndim != 2 or found.is_floating_point() or found.shape[0] != given.shape[0]:
+        found = args[0] if args else None
+        if not isinstance(found, Tensor) or found.ndim != 2:
             return None
         width = found.shape[1]
-        if width not in (given.shape[1], given.shape[1] - 1) or not torch.equal(found, given[:, :width].to(found)):
+        if width < given.shape[1] - 1 or not torch.equal(found, given[:, :width].to(found)):
             return None
         replaced.append(names[module])
         return (shown[:, :width].to(found), *args[1:])

@@ -1,8 +1,7 @@
 """Measures a step under control: loss, metrics and gradient, from the same randomness every time.
 
-``Measure.gradient(batch, settings)`` is the measurement of most laws. ``cost`` counts in step times: 1 for a gradient,
-a third for a look at the loss and its metrics. Readings of the declared batch, and of every batch that is made by
-``kept``, are kept for each state of the parameters.
+``cost`` counts in step times: 1 for a gradient, a third for a look at loss and metrics. Readings of the declared batch,
+and of every batch that is made by ``kept``, are kept for each state of the parameters.
 """
 
 from __future__ import annotations
@@ -27,12 +26,13 @@ from earnest_audit.step import Loss, Step, StepError
 T = TypeVar("T")
 Inputs = Mapping[str, Any] | None
 """A batch, or settings, in place of the declared ones."""
+Result = tuple[Tensor, dict[str, float]]
+"""Loss and metrics."""
 
 
 @dataclass(frozen=True, eq=False)
 class Reading:
-    """One evaluation of a step: its loss and metrics, ∂loss/∂θ if that was computed, and for ``slopes`` ∂loss/∂input by
-    role (None where the loss does not reach it)."""
+    """Loss and metrics of a step, ∂loss/∂θ if that was computed, and for ``slopes`` ∂loss/∂input by role."""
 
     loss: float
     gradient: Gradient = Gradient({})
@@ -55,17 +55,14 @@ class Measure:
         self._put_buffers_back: Callable[[], None] = lambda: None
 
     def gradient(self, batch: Inputs = None, knobs: Inputs = None, loss: Loss | None = None) -> Gradient:
-        """∂loss/∂θ at the model's present parameters, with this batch and these settings in place of the declared
-        ones."""
+        """∂loss/∂θ at the present parameters, with this batch and these settings in place of the declared ones."""
         return self.read(batch, knobs, loss).gradient
 
     def change(self, edited: Mapping[str, Any], base: Inputs = None, knobs: Inputs = None) -> float:
         """The relative change of the gradient from ``base`` to the ``edited`` batch."""
         return self.gradient(base, knobs).distance(self.gradient(edited, knobs))
 
-    def own_gradient(
-        self, knobs: Inputs = None, backward: Callable[[Mapping[str, Any]], Any] | None = None
-    ) -> Gradient:
+    def own_gradient(self, knobs: Inputs = None, backward: Callable[..., Any] | None = None) -> Gradient:
         """The gradient that the run's own (or this) backward pass makes, or the loss's where none is declared."""
         backward = backward or self.step.backward
         if backward is None:
@@ -100,18 +97,16 @@ class Measure:
     def _named(self, found: Sequence[Tensor | None]) -> Gradient:
         """Without graphs, and dense."""
         self.sparse |= {n for n, g in zip(self.parameters, found, strict=True) if g is not None and g.is_sparse}
-        parts = (None if g is None else g.detach().to_dense() if g.is_sparse else g.detach() for g in found)
+        parts = (None if g is None else g.detach().to_dense() for g in found)
         return Gradient(dict(zip(self.parameters, parts, strict=True)))
 
     def _key(self, batch: Mapping[str, Any], knobs: Inputs) -> tuple[str, int, str]:
         return self._state, id(batch), repr(sorted((knobs or {}).items()))
 
     def differentiate(self, value: Tensor, inputs: Sequence[Tensor], retain: bool = False) -> list[Tensor | None]:
-        """∂value/∂input, None where the value does not reach it, with no ``.grad`` left over.
-
-        By ``autograd.grad``; where a function is written in Python, which may run a backward pass of its own (reentrant
-        checkpointing) and then refuses ``autograd.grad`` or passes it by, by ``backward``, without the leaves' hooks.
-        """
+        """∂value/∂input, None where the value does not reach it. Where a function is written in Python, which may run
+        a backward pass of its own (reentrant checkpointing), ``autograd.grad`` can fail or miss parameters: there by
+        ``backward``, without the leaves' hooks and with no ``.grad`` left over."""
         if not value.requires_grad:
             return [None] * len(inputs)
         graph = list(nodes(value.grad_fn))
@@ -132,43 +127,35 @@ class Measure:
             return self._kept[key]
         self.cost += 1 / 3
         value, metrics = self.run(batch, knobs, None, graph=False)
-        return Reading(float(value), metrics=metrics)
+        return Reading(float(value.detach()), metrics=metrics)
 
-    def run(
-        self, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None = None, graph: bool = True,
-        seed: int | None = None,
-    ) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
-        if self._state != "in training":  # what a forward pass wrote down must not reach the next one
+    def run(self, batch: Mapping[str, Any], knobs: Inputs, loss: Loss | None = None, graph: bool = True) -> Result:
+        if self._state != "in training":  # what a forward pass wrote must not reach the next one
             self._put_buffers_back()
-        value, metrics = result_of(self._called(loss or self.step.loss, batch, graph, seed, self.settings(knobs)))
-        return value if graph else value.detach(), metrics
+        return result_of(self._called(loss or self.step.loss, batch, graph, self.settings(knobs)))
 
-    def _called(
-        self, fn: Callable[..., Any], batch: Mapping[str, Any], graph: bool, seed: int | None, knobs: Mapping[str, Any]
-    ) -> Any:
-        """What the user's function gives for the model and a copy of the batch. Code that differentiates inside (a
-        gradient penalty) raises where it is called without a graph: then it is always called with one."""
-        seed = self.step.seed if seed is None else seed
-        if not (graph or self._inner_grad):
-            try:
-                with calling(seed, graph=False):
-                    return fn(self.step.model, fresh(batch), **knobs)
-            except RuntimeError as error:
-                if "does not require grad" not in str(error):
-                    raise
-                self._inner_grad = True
-        with calling(seed, graph=True):
-            return fn(self.step.model, fresh(batch), **knobs)
+    def _called(self, fn: Callable[..., Any], batch: Mapping[str, Any], graph: bool, knobs: Mapping[str, Any]) -> Any:
+        """What the user's function gives for the model and a copy of the batch; always with a graph once it raised
+        without one, as code does that differentiates inside (a gradient penalty)."""
+        graph = graph or self._inner_grad
+        try:
+            with calling(self.step.seed, graph):
+                return fn(self.step.model, fresh(batch), **knobs)
+        except RuntimeError as error:
+            if graph or "does not require grad" not in str(error):
+                raise
+        self._inner_grad = True
+        return self._called(fn, batch, True, knobs)
 
     def settings(self, knobs: Inputs = None) -> dict[str, Any]:
-        """Every setting and the first mode of every option, with ``knobs`` in their place."""
-        return {**self.step.knobs, **{o: m[0] for o, m in self.step.options.items()}, **(knobs or {})}
+        """The value of every setting, with ``knobs`` in place of the declared ones."""
+        return {n: s.value for n, s in self.step.declared.items()} | dict(knobs or {})
 
     def forward(self, fn: Callable[..., Any] | None, batch: Inputs = None, graph: bool = True) -> Any:
         """What a declared function (``logprobs``, ``student``) gives for the model and this batch."""
         assert fn is not None
         self.cost += 1 if graph else 1 / 3
-        return self._called(fn, self.step.batch if batch is None else batch, graph, None, {})
+        return self._called(fn, self.step.batch if batch is None else batch, graph, {})
 
     def now(self) -> Tensor:
         """The policy's log-probs in this state (``step.logprobs``, no graph); edits of signals do not change them."""
@@ -176,12 +163,11 @@ class Measure:
 
     def slopes(self, roles: Sequence[str], batch: Mapping[str, Any], knobs: Inputs = None) -> Reading:
         """The loss with its derivatives by the parameters and by those of these inputs that are floats."""
-        named = {r: self.step.roles[r] for r in roles if r in self.step.roles}
-        leaves = {
-            r: batch[k].detach().clone().requires_grad_() for r, k in named.items() if batch[k].is_floating_point()
-        }
+        keys = {r: self.step.roles[r] for r in roles if r in self.step.roles}
+        floats = {r: batch[k] for r, k in keys.items() if batch[k].is_floating_point()}
+        leaves = {r: value.detach().clone().requires_grad_() for r, value in floats.items()}
         self.cost += 1
-        value, metrics = self.run({**batch, **{named[r]: leaf for r, leaf in leaves.items()}}, knobs)
+        value, metrics = self.run({**batch, **{keys[r]: leaf for r, leaf in leaves.items()}}, knobs)
         found = self.differentiate(value, [*leaves.values(), *self.parameters.values()])
         inputs = dict(zip(leaves, found[: len(leaves)], strict=True))
         return Reading(float(value.detach()), self._named(found[len(leaves) :]), metrics, inputs)
@@ -191,10 +177,9 @@ class Measure:
         """Inside, the parameters are ``length`` further along the direction; afterwards they have their old bits."""
         size = direction.norm()
         with put_back(self.parameters.values()):
-            with torch.no_grad():
-                for n, p in self.parameters.items():
-                    if (g := direction.parts[n]) is not None:
-                        p.add_((g.double() * (length / size)).to(p.dtype))
+            for n, p in self.parameters.items():
+                if (g := direction.parts[n]) is not None:
+                    p.detach().add_((g.double() * (length / size)).to(p.dtype))
             yield
 
     def reach(self, share: float) -> float:
@@ -211,8 +196,7 @@ class Measure:
 
 
 def _filled(graph: Sequence[Any]) -> Iterator[Tensor]:
-    """The leaves that a backward pass fills: those of the graph, and the parameters of modules that a reentrant
-    checkpoint runs again inside."""
+    """The leaves that a backward pass fills: the graph's, and parameters of modules that a checkpoint runs again."""
     for node in graph:
         rerun = getattr(node, "run_function", None)
         cells = [cell.cell_contents for cell in getattr(rerun, "__closure__", None) or ()]
@@ -226,11 +210,11 @@ def fresh(batch: Mapping[str, Any]) -> Batch:
     return {k: copied(v) for k, v in batch.items()}
 
 
-def result_of(result: Any) -> tuple[Tensor, dict[str, float]]:
+def result_of(result: Any) -> Result:
     """Loss and metrics, from whatever a step may return: loss, (loss, metrics), {"loss": …} or an object with .loss."""
     metrics: Any = None
     if isinstance(result, tuple) and result:
-        result, metrics = result[0], result[1] if len(result) > 1 else None
+        result, metrics = (*result, None)[:2]
     elif isinstance(result, Mapping):
         metrics = {k: v for k, v in result.items() if k != "loss"}
     value = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", result)
@@ -238,10 +222,7 @@ def result_of(result: Any) -> tuple[Tensor, dict[str, float]]:
         what = type(result).__name__ + (" without a loss" if isinstance(result, Mapping) else "")
         raise StepError(f"the step returned {what}; return loss or (loss, dict of numbers).")
     if value.ndim != 0:
-        raise StepError(
-            f"the loss must be one number (a tensor without dimensions), got shape {tuple(value.shape)}; return its "
-            "sum or mean."
-        )
+        raise StepError(f"the loss must be one number (its sum or mean), got shape {tuple(value.shape)}.")
     return value, numbers(metrics)
 
 

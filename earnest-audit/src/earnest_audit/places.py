@@ -42,8 +42,7 @@ def parts(place: str) -> tuple[str, int]:
 
 @functools.lru_cache(maxsize=256)
 def _file(name: str) -> str:
-    """The path relative to the current folder, or the absolute path if it is elsewhere. Empty for installed code, for
-    this package, and if there is no such file."""
+    """The path, relative where it is in the current folder; empty for installed code, this package, and no file."""
     path = Path(name)
     if not path.is_file():
         return ""

@@ -1,6 +1,6 @@
 """Measures a step for the laws and judges what is measured: against its own noise and rounding, within a budget.
 
-Most rows are judged by one of six expectations, the first five of them here:
+Most rows are judged by one of six expectations:
 
     matters    the gradient changes: any bit of it, or more than the noise of a step that is not deterministic
     same       it stays, within the step's own tolerance
@@ -9,12 +9,12 @@ Most rows are judged by one of six expectations, the first five of them here:
     descends   a number has the right sign
     agrees     two computations give the same, up to a stated limit (``law.Reporter.agrees``)
 
-Other rows have a list of what is wrong, which has to be empty (``Reporter.none``), or a number that has to be inside a
-range or beyond a threshold of the law itself (``Reporter.finding``); such a threshold is a constant with its reason.
+Other rows have a list of what is wrong, which has to be empty (``Reporter.none``), or a number inside a range or beyond
+a threshold of the law itself (``Reporter.finding``); such a threshold is a constant with its reason.
 
-While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model's
-parameters, buffers, gradients, modes and hooks, its dropout rates, the optimizer and all random generators are bit for
-bit what they were. What a loss keeps in a closure of its own cannot be seen, and so cannot be restored.
+While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model,
+its dropout rates, the optimizer and all random generators are bit for bit what they were (see ``restore.restored``).
+What a loss keeps in a closure of its own cannot be restored.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from earnest_audit import edits
+from earnest_audit import edits, restore
 from earnest_audit.facts import Metric
 from earnest_audit.gradient import Gradient
 from earnest_audit.law import Ends, Law
 from earnest_audit.measure import Measure
 from earnest_audit.precision import COARSE, coarsest, noticing
-from earnest_audit.restore import buffers, calling, moved, not_restored, perturbation_sizes, restored, without_dropout
+from earnest_audit.restore import buffers, calling, not_restored, perturbation_sizes, replaced, without_dropout
 from earnest_audit.step import FUNCTIONS, Step, StepError
 from earnest_audit.verdict import Finding
 
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
-COMPARED = {"logprobs": (*edits.SAMPLERS, "reference", "advantages"), "student": ("teacher",), "reference": ()}
+COMPARED = {"logprobs": (*edits.SAMPLERS, "reference", "advantages"), "student": ("teacher",)}
 """Declared functions, with the roles that have as many numbers as each of them gives."""
 Change = tuple[float, str]
 """A relative change of the gradient, and how it was made."""
@@ -60,7 +60,7 @@ class Probe(Measure):
         self._floor: float | None = None
         self._noise: float | None = None
         self._random: bool | None = None
-        self._active: Step | None = None
+        self.dropout: list[tuple[dict[str, Any], str, float]] = []  # of the model, switched off while the audit runs
 
     @cached_property
     def metrics(self) -> Mapping[str, Metric]:
@@ -70,8 +70,7 @@ class Probe(Measure):
     # --- the expectations ---------------------------------------------------------------------------------------------
 
     def matters(self, subject: str, changes: Iterable[Change], meaning: str) -> Finding:
-        """Edits from mild to strong: the first one that changes the gradient is enough, and the last one is reported
-        where none does."""
+        """Edits from mild to strong: the first one that changes the gradient, or else the last one, is reported."""
         found: Change = (0.0, "")
         for found in changes:
             if self.is_change(found[0]):
@@ -97,10 +96,8 @@ class Probe(Measure):
 
     def vanishes(self, subject: str, left: float, meaning: str, least: float = 0.0) -> Finding:
         """``left`` of the usual gradient. ``least``: of the tolerance."""
-        room = max(least, self.tolerance)
-        return self.law.finding(
-            subject, f"gradient {left:.2g} of the usual", f"0, up to {room:.2g}", left <= room, meaning
-        )
+        room, measured = max(least, self.tolerance), f"gradient {left:.2g} of the usual"
+        return self.law.finding(subject, measured, f"0, up to {room:.2g}", left <= room, meaning)
 
     def descends(self, subject: str, measured: str, value: float, meaning: str, above: float = 0.0) -> Finding:
         return self.law.finding(subject, measured, f"above {above:g}", value > above, meaning)
@@ -117,7 +114,7 @@ class Probe(Measure):
 
     @contextmanager
     def may_refuse(self, subject: str, what: str = "cannot be run") -> Iterator[None]:
-        """Inside is an edit that the step may refuse: then the law, or this part of it, ends with a row for that."""
+        """Inside is an edit that the step may refuse: that ends the law, or this part of it, with a row for it."""
         try:
             yield
         except Ends:
@@ -126,8 +123,7 @@ class Probe(Measure):
             raise Ends(self.law.refused(subject, error, what)) from error
 
     def guessed(self, subject: str, readings: Iterable[Callable[[], Finding]], declare: str) -> Finding:
-        """The row of the first reading, which is declared or a guess. Where that fails and another one holds, only a
-        declaration can decide; where all fail, it fails."""
+        """The row of the first reading. Where that fails and another one holds, only a declaration can decide."""
         failed: Finding | None = None
         refused: Exception | None = None
         for number, reading in enumerate(readings):
@@ -143,8 +139,7 @@ class Probe(Measure):
 
     def fair(self, finding: Finding) -> Finding:
         """For edits that reorder or resize rows: a failure of a random step is not judged."""
-        fails = finding.outcome == "fails" and self.random()
-        return self.redrawn(finding.subject) if fails else finding
+        return self.redrawn(finding.subject) if finding.outcome == "fails" and self.random() else finding
 
     def redrawn(self, subject: str) -> Finding:
         why = "The loss differs between two seeds: edited rows, or a copy, get other draws."
@@ -162,21 +157,16 @@ class Probe(Measure):
         return self._noise
 
     def random(self) -> bool:
-        """Whether the loss differs between two seeds, dropout being off: it samples, and so other rows get other
-        draws."""
+        """Whether the loss differs between two seeds (dropout is off): then other rows get other draws."""
         if self._random is None:
-            self.cost += 1 / 3
             here = self.look().loss
-            with torch.no_grad():
-                there = float(self.run(self.step.batch, None, graph=False, seed=self.step.seed + 1)[0])
+            with replaced(self.step, {"seed": self.step.seed + 1}):
+                there = self.look(dict(self.step.batch)).loss
             self._random = abs(here - there) > 4 * self.noise() * max(abs(here), abs(there))
         return self._random
 
     def floor(self) -> float:
-        """Relative change of the gradient when every parameter moves by one unit in the last place.
-
-        It is how well this step in this dtype is conditioned; a change that matters must stand well above it.
-        """
+        """Relative change of the gradient when every parameter moves by one unit in the last place."""
         if self._floor is None:
             before = self.gradient()
             floor = self.coarsest if self.coarse else 4 * self.coarsest
@@ -204,7 +194,7 @@ class Probe(Measure):
 
     @cached_property
     def precision(self) -> torch.dtype | None:
-        """What its modules compute in, where that is coarser than their parameters; as declared, or as they do."""
+        """What its modules compute in, as declared or measured, where that is coarser than their parameters."""
         if self.step.precision is not None:
             return self.step.precision
         with noticing(self.step.model) as seen:
@@ -224,27 +214,21 @@ class Probe(Measure):
 
     @property
     def value_room(self) -> float:
-        """The relative difference up to which two loss values count as equal, without comparing gradients: a mean over
-        tokens is more exact than a gradient."""
+        """What two values of the loss that ought to be equal may differ by, relatively: less than gradients."""
         return min(self.tolerance, (1 if self.coarse else 16) * self.coarsest)
 
     # --- moving the policy --------------------------------------------------------------------------------------------
 
     @contextmanager
     def moved(self, state: str, by: Callable[[Tensor, Tensor], Tensor]) -> Iterator[None]:
-        """``moved`` for every trainable parameter. ``state`` names where that is: the same name from the same place
-        must mean the same bits."""
-        outer, self._state = self._state, f"{self._state}, {state}"
-        try:
-            with moved(self.parameters.values(), by, self.step.seed + 17):
-                yield
-        finally:
-            self._state = outer
+        """Inside, the trainable parameters are moved (``restore.moved``). The same state is the same bits."""
+        now = {"_state": f"{self._state}, {state}"}
+        with replaced(self, now), restore.moved(self.parameters.values(), by, self.step.seed + 17):
+            yield
 
     @contextmanager
     def perturbed(self, size: float = 0.05) -> Iterator[None]:
-        """Away from symmetric and zero states: every parameter gets noise of ``size`` times its own (or a typical)
-        rms."""
+        """Away from symmetric and zero states: every parameter gets noise of ``size`` times its (or a typical) rms."""
         sizes = iter(perturbation_sizes(self.parameters.values(), size))
         with self.moved(f"perturbed by {size}", lambda _, noise: next(sizes) * noise):
             yield
@@ -255,33 +239,25 @@ class Probe(Measure):
 
     @contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, every term is active that ``step.active`` can activate: thresholds are within reach, and the
-        parameters are perturbed where that is needed."""
-        declared, outer = self.step.active, self.step
-        if declared is None or self._active is outer:
+        """Inside, every term is active that ``step.active`` can activate."""
+        step, active = self.step, self.step.active
+        if active is None or "active" in self._state:
             yield
             return
-        if self._active is None:
-            changed = {n: replace(outer.declared[n], value=v) for n, v in declared.settings.items()}
-            self._active = replace(outer, settings={**outer.settings, **changed})
-        self.step = self._active
-        state, self._state = self._state, f"{self._state}, active"
-        try:
-            with self.perturbed(declared.perturb) if declared.perturb else nullcontext():
-                yield
-        finally:
-            self.step, self._state = outer, state
+        changed = {n: replace(step.declared[n], value=v) for n, v in active.settings.items()}
+        now = {"step": replace(step, settings={**step.settings, **changed}), "_state": f"{self._state}, active"}
+        with replaced(self, now), self.perturbed(active.perturb) if active.perturb else nullcontext():
+            yield
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Inside, parameters may change; readings made there are not kept."""
-        outer, kept, made = self._state, dict(self._kept), dict(self._made)
-        self._state = "in training"
-        try:
-            with restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None):
-                yield
-        finally:
-            self._state, self._kept, self._made = outer, kept, made
+        now = {"_state": "in training", "_kept": dict(self._kept), "_made": dict(self._made)}
+        with replaced(self, now), self._restored():
+            yield
+
+    def _restored(self) -> AbstractContextManager[None]:
+        return restore.restored(self.step.model, self.step.optimizer, own_update=self.step.update is not None)
 
     # --- the batches of these states ----------------------------------------------------------------------------------
 
@@ -292,8 +268,8 @@ class Probe(Measure):
         return off if off and (self.look(None, off).loss != 0 or self.gradient(None, off).norm() > 0) else {}
 
     def off_policy(self) -> edits.Batch:
-        """``edits.off_policy``, with behaviour log-probs around the policy's own, where these are known:
-        whole rows on either side of ratio 1, so that token and sequence ratios both leave their clips both ways."""
+        """``edits.off_policy``, with behaviour log-probs around the policy's own where these are known: whole rows on
+        either side of ratio 1, so that token and sequence ratios leave their clips both ways."""
         return self.kept("off-policy", self._off_policy)
 
     def _off_policy(self) -> edits.Batch:
@@ -306,13 +282,11 @@ class Probe(Measure):
         rows = torch.arange(len(now), device=now.device, dtype=now.dtype)
         side = torch.where(rows % 2 == 0, 1.0, -1.0) * 0.4 * 0.1 ** (3 * rows / max(len(now), 2))
         spread = 10 ** (edits.noise_like(now, rng).clamp(-2, 0.5) - 0.3)  # from ratios of almost 1 to some of 5
-        on = edits.fit(edits.supervised(step, batch), now)
-        wander = spread * edits.noise_like(now, rng)
+        taken, wander = edits.taken(step, now, batch), spread * edits.noise_like(now, rng)
         if now.ndim == 2:  # a row's own mean stays at its side of ratio 1, however near that is
-            taken = torch.ones_like(now) if on is None else on.to(now.dtype)
             wander = wander - (wander * taken).sum(-1, keepdim=True) / taken.sum(-1, keepdim=True).clamp(min=1)
         moved = (now + side.reshape(-1, *[1] * (now.ndim - 1)) + wander).clamp(max=-1e-3)
-        batch[key] = moved if on is None else torch.where(on, moved, batch[key])
+        batch[key] = torch.where(taken.bool(), moved, batch[key])
         return batch
 
     def as_policy(self, batch: Mapping[str, Any], roles: tuple[str, ...] = edits.SAMPLERS) -> edits.Batch:
@@ -321,26 +295,22 @@ class Probe(Measure):
         now = self.now()
         return {**batch, **{k: now.to(batch[k].dtype).reshape(batch[k].shape) for k in keys}}
 
-    # --- what it may cost ---------------------------------------------------------------------------------------------
+    # --- what it may cost, and a copy ---------------------------------------------------------------------------------
 
     @property
     def budget(self) -> float:
-        """The most that a full audit costs, in step times: 20, and 2 for every declared input, setting, mode, metric,
-        path and function."""
+        """The most that a full audit costs, in step times: 20, and 2 for every declaration."""
         step = self.step
         functions = [name for name in FUNCTIONS if getattr(step, name) is not None]
-        declared = (step.roles, step.masks, step.knobs, *step.options.values(), step.metrics, step.paths)
-        return 20 + 2 * (sum(map(len, declared)) + len(functions))
+        declared = (step.roles, step.masks, step.knobs, *step.options.values(), step.metrics, step.paths, functions)
+        return 20 + 2 * sum(map(len, declared))
 
     def afford(self, more: float, keep: float = 4.0) -> bool:
         """Whether ``more`` step times can be spent on a closer look, and ``keep`` are left for later laws."""
         return self.cost + more + keep <= self.budget
 
-    # --- a copy -------------------------------------------------------------------------------------------------------
-
     def twin(self) -> Probe:
-        """The same step on a copy of its model as it is now, in float64; with the gradient hooks of parameters,
-        which a copy does not have: they are part of the step."""
+        """The same step on a copy of its model as it is now, in float64, with the gradient hooks of its parameters."""
         model = copy.deepcopy(self.step.model).double()
         copies = dict(model.named_parameters())
         for name, p in self.step.model.named_parameters():
@@ -357,51 +327,43 @@ class Probe(Measure):
     def open(self) -> Iterator[Probe]:
         """The whole audit runs inside; on the way out everything is restored."""
         self.step.check_call()
-        own_update = self.step.update is not None
-        with (
-            restored(self.step.model, self.step.optimizer, own_update=own_update),
-            without_dropout(self.step.model) as rates,
-        ):
-            if rates:
-                self.notes = (f"dropout was switched off for the audit ({rates} rates above 0)",)
+        with self._restored(), without_dropout(self.step.model) as self.dropout:
+            if self.dropout:
+                self.notes = (f"dropout was switched off for the audit ({len(self.dropout)} rates above 0)",)
             if once := not_restored(self.step.model):
                 self.notes += (f"what the audit read of {', '.join(once)} was not restored: it can be read only once",)
             self._put_buffers_back = buffers(self.step.model)
             self._sums = self._sum()
             if self.step.backward is None:  # or else when a law compares gradients: the run's own pass needs less
                 _ = self.precision
-            try:
-                yield self
-            finally:
-                self._put_buffers_back()
+            yield self
 
     def try_functions(self) -> None:
         """Raise where a declared function, called once for the unchanged step, does not give what is compared with."""
-        step, called = self.step, [name for name in COMPARED if getattr(self.step, name) is not None]
-        given = {name: self.forward(getattr(step, name), graph=False) for name in called if name != "reference"}
+        step = self.step
+        given = {n: self.forward(fn, graph=False) for n in COMPARED if (fn := getattr(step, n)) is not None}
         if step.reference is not None:
             with calling(step.seed, graph=False):
                 given["reference"] = step.reference()
         for name, found in given.items():
             tensor = isinstance(found, Tensor)
             what = f"{name} gives a {f'tensor of shape {tuple(found.shape)}' if tensor else type(found).__name__}"
-            several = isinstance(found, tuple | list) or (tensor and found.ndim == 2)
-            sides = [side.numel() for side in found if isinstance(side, Tensor)] if several else []
-            if name == "logprobs" and "chosen" in step.roles and sides != [step.rows] * 2:
-                one = f"shape ({step.rows},)"
-                raise StepError(f"{what}: give two tensors of {one}, of the chosen and of the rejected answers.")
-            if name == "logprobs" and ("chosen" in step.roles or (sides and not tensor and step.kind == "preference")):
-                continue
+            if name == "logprobs" and step.kind == "preference":
+                several = isinstance(found, tuple | list) or (tensor and found.ndim == 2)
+                sides = [side.numel() for side in found if isinstance(side, Tensor)] if several else []
+                if "chosen" in step.roles and sides != [step.rows] * 2:
+                    one = f"shape ({step.rows},)"
+                    raise StepError(f"{what}: give two tensors of {one}, of the chosen and of the rejected answers.")
+                if sides:
+                    continue
             if not tensor:
                 raise StepError(f"{what}: give a tensor.")
-            for role in (r for r in COMPARED[name] if r in step.roles):
+            for role in (r for r in COMPARED.get(name, ()) if r in step.roles):
                 # A reference and advantages may have other dimensions, one column, or one that the loss cuts off.
-                shape = step.batch[step.roles[role]].shape
+                key, shape = step.roles[role], step.batch[step.roles[role]].shape
                 other = len(shape) != found.ndim or shape[1:] in ((1,), (found.shape[-1] + 1,))
                 if shape.numel() != found.numel() and not (other and role in ("reference", "advantages")):
-                    key = step.roles[role]
-                    raise StepError(f"{what}, but role {role!r} ({key!r}) has {tuple(shape)}: give one number for each "
-                                    "of its places.")  # fmt: skip
+                    raise StepError(f"{what}, but role {role!r} ({key!r}) has {tuple(shape)}: give as many numbers.")
 
     def written(self) -> list[str]:
         """The trainable parameters that are not what they were when the audit began."""

@@ -12,7 +12,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -25,14 +24,14 @@ from earnest_audit.errors import EarnestError
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 CONFIGS = ("config", "cfg")
 RANDOM = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-_OFF: WeakKeyDictionary[nn.Module, list[tuple[dict[str, Any], str, float]]] = WeakKeyDictionary()
-"""The dropout rates of a model that are switched off, and where they belong."""
+Rate = tuple[dict[str, Any], str, float]
+"""A dropout rate and where it belongs."""
 
 
 @contextmanager
 def undone(*undos: Callable[[], object]) -> Iterator[None]:
-    """On the way out all of these are called, and once more: an interrupt may have come in between. So each puts back
-    what was remembered before anything changed, and may be called twice."""
+    """On the way out all of these are called twice, as an interrupt may come in between: each puts back what was
+    remembered before anything changed."""
     try:
         try:
             yield
@@ -46,8 +45,7 @@ def undone(*undos: Callable[[], object]) -> Iterator[None]:
 
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Python's, NumPy's and torch's generators start from ``seed`` inside; on the way out what the process holds is as
-    it was."""
+    """Inside, Python's, NumPy's and torch's generators start from ``seed``; then the process is as it was."""
     with put_back(process()):
         random.seed(seed)
         np.random.seed(seed % 2**32)  # noqa: NPY002 (the user's code may use the global generator)
@@ -99,8 +97,8 @@ def empty_grads(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 @contextmanager
 def observed(modules: Iterable[nn.Module], hook: Callable[..., Any], before: bool = False) -> Iterator[None]:
-    """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules; or
-    ``hook(module, inputs)`` before it. Hooks that a model adds meanwhile stay: it may add them once only."""
+    """Inside, ``hook(module, inputs, output)`` is called after each forward pass of these modules, or
+    ``hook(module, inputs)`` before it. Hooks that a model adds meanwhile stay."""
     modules = list(modules)
 
     def remove() -> None:
@@ -116,8 +114,7 @@ def observed(modules: Iterable[nn.Module], hook: Callable[..., Any], before: boo
 
 @contextmanager
 def calling(seed: int, graph: bool) -> Iterator[None]:
-    """For one call of the user's code. Without a graph, reentrant checkpointing warns that its inputs need no gradient;
-    here that is intended."""
+    """For one call of the user's code. Reentrant checkpointing warns where it is called without a graph."""
     with seeded(seed), nullcontext() if graph else warnings.catch_warnings():
         torch.set_grad_enabled(graph)
         if not graph:
@@ -128,11 +125,8 @@ def calling(seed: int, graph: bool) -> Iterator[None]:
 @contextmanager
 def restored(model: nn.Module, optimizer: torch.optim.Optimizer | None, *, own_update: bool = False) -> Iterator[None]:
     """Everything that the modules and the optimizer hold (see ``held_by``) has its old bits on the way out, and so have
-    gradients, flags, modes and what the process holds.
-
-    Inside, hooks of the optimizer's step are disabled: what they do outside (count, average, log) could not be
-    restored. With ``own_update`` they run, and frozen parameters are neither copied nor restored.
-    """
+    gradients, flags, modes and what the process holds. Inside, hooks of the optimizer's step are disabled: what they do
+    outside could not be restored. With ``own_update`` they run, and frozen parameters are not restored."""
     frozen = [p for p in model.parameters() if own_update and not p.requires_grad]
     reached = held_by([model, optimizer], frozen)
     with put_back([*reached, *process()]):
@@ -148,7 +142,7 @@ def buffers(model: nn.Module) -> Callable[[], None]:
 
 
 def remembered(values: Iterable[Any]) -> Callable[[], None]:
-    """A function that puts what each of these holds back into it: tensors, arrays, dicts, lists, deques, sets, modules,
+    """A function that puts back what each of these holds: tensors, arrays, dicts, lists, deques, sets, modules,
     optimizers and random generators. The members of a container are values of their own."""
     undos = [each for value in values if (each := _undo(value)) is not None]
 
@@ -162,8 +156,7 @@ def remembered(values: Iterable[Any]) -> Callable[[], None]:
 def held_by(roots: Iterable[Any], without: Iterable[Any] = ()) -> list[Any]:
     """What modules and optimizers hold, at any depth of containers, themselves included: each object once. Of other
     objects those that a module has as attributes are entered, and no deeper: a trainer leads to everything.
-    To put an optimizer back, ``load_state_dict`` would not do: it casts to the parameter's dtype, and replaces groups
-    that a schedule holds."""
+    (``load_state_dict`` casts to the parameter's dtype, and replaces groups that a schedule holds.)"""
     seen, todo, found = {id(value) for value in without}, list(roots), list[Any]()
     while todo:
         value: Any = todo.pop()
@@ -246,14 +239,12 @@ def _bits(t: Tensor) -> Tensor:
 
 
 @contextmanager
-def without_dropout(model: nn.Module) -> Iterator[int]:
-    """Inside, every dropout rate of the model is 0; yields how many were not. Modes stay, so BatchNorm is as it was.
-
-    A fixed seed is not enough: another order or number of rows hands other masks to the same tokens. Rates are found
-    in dropout modules, and in floats between 0 and 1 with "drop" in their name on modules and on their configs, which
-    functional dropout reads at run time. A rate of 0 also survives a loss that calls ``model.train()``.
-    """
-    rates: list[tuple[dict[str, Any], str, float]] = []
+def without_dropout(model: nn.Module) -> Iterator[list[Rate]]:
+    """Inside, every dropout rate of the model is 0; yields those that were not. A fixed seed is not enough, as another
+    order or number of rows gives the same tokens other masks; nor is ``eval``, which changes BatchNorm and which a loss
+    may undo. Rates are those of dropout modules, and floats between 0 and 1 with "drop" in their name on modules and on
+    their configs, which functional dropout reads at run time."""
+    rates: list[Rate] = []
     for module in model.modules():
         own = vars(module)
         for place in (own, *(vars(own[c]) for c in CONFIGS if hasattr(own.get(c), "__dict__"))):
@@ -261,23 +252,20 @@ def without_dropout(model: nn.Module) -> Iterator[int]:
                 rate = "drop" in name.lower() or (place is own and name == "p" and isinstance(module, _DropoutNd))
                 if rate and isinstance(value, float) and 0 < value <= 1:
                     rates.append((place, name, value))
-    outer = _OFF.get(model, [])
-    with undone(partial(_OFF.__setitem__, model, outer), partial(_set, rates)):
-        _OFF[model] = outer + rates
+    with undone(partial(_set, rates)):
         _set(rates, 0.0)
-        yield len(rates)
+        yield rates
 
 
 @contextmanager
-def with_dropout(model: nn.Module) -> Iterator[int]:
-    """Inside ``without_dropout``, the rates as the user has them; yields how many there are."""
-    rates = _OFF.get(model, [])
+def with_dropout(rates: list[Rate]) -> Iterator[None]:
+    """Inside ``without_dropout``, the rates as the user has them."""
     with undone(partial(_set, rates, 0.0)):
         _set(rates)
-        yield len(rates)
+        yield
 
 
-def _set(rates: Iterable[tuple[dict[str, Any], str, float]], rate: float | None = None) -> None:
+def _set(rates: Iterable[Rate], rate: float | None = None) -> None:
     for place, name, value in rates:
         place[name] = value if rate is None else rate
 
@@ -286,8 +274,6 @@ def copied(value: Any) -> Any:
     """A copy that may be written into: tensors, arrays and the containers that hold them, at any depth."""
     if isinstance(value, Tensor):
         return value.clone()
-    if isinstance(value, np.ndarray):
-        return value.copy()
     if isinstance(value, Generator):
         raise EarnestError("the batch has a generator, which can be read only once: give a list.")
     return rebuilt(value, copied) if is_container(value) else copy.copy(value)
@@ -301,12 +287,9 @@ def is_container(value: Any) -> bool:
 def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     """The same kind of container, with ``change`` of every entry."""
     if isinstance(value, Mapping):
-        entries = {k: change(v) for k, v in value.items()}
-        if type(value) is dict or not hasattr(value, "__setitem__"):
-            return entries
-        new: Any = copy.copy(value)  # a BatchEncoding stays one
-        for k, v in entries.items():
-            new[k] = v
+        new: Any = copy.copy(value) if hasattr(value, "__setitem__") else {}  # a BatchEncoding stays one
+        for k, v in value.items():
+            new[k] = change(v)
         return new
     if not isinstance(value, list | tuple):  # a dataclass, frozen perhaps, or a namespace
         new = copy.copy(value)
@@ -320,8 +303,7 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def perturbation_sizes(parameters: Iterable[Tensor], size: float = 0.05) -> list[float]:
-    """The standard deviation of each parameter's perturbation: ``size`` times its rms, or a typical rms where it is
-    0."""
+    """The standard deviation of each parameter's perturbation: ``size`` times its rms (a typical one where it is 0)."""
     rms = [float(p.detach().float().square().mean().sqrt()) for p in parameters]
     alive = sorted(r for r in rms if r > 0)
     typical = alive[len(alive) // 2] if alive else 1.0

@@ -65,6 +65,11 @@ FUNCTIONS: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 """The declared functions beside the loss, with what they are called with."""
 Family = Literal["policy gradient", "sft", "divergence", "preference"]
+BY_ROLES: tuple[tuple[Family, set[str]], ...] = (
+    ("policy gradient", {"advantages"}), ("preference", {"chosen", "rejected"}), ("divergence", {"teacher"}),
+    ("policy gradient", {"rewards"}), ("sft", {"labels"}),
+)  # fmt: skip
+"""The family of a step without a declared one: the first of these whose roles it has."""
 Reduction = Literal["mean", "sum"]
 Loss = Callable[..., Any]
 
@@ -82,8 +87,7 @@ class Backward:
 
 @dataclass(frozen=True)
 class Active:
-    """A state in which terms that are inactive by design have a gradient: a KL away from its reference, a barrier whose
-    threshold is within reach.
+    """A state in which terms that are inactive by design have a gradient (a KL away from its reference).
 
     ``settings``  settings that differ from the step's own
     ``perturb``   how far every parameter is perturbed, in units of its own (or a typical) rms; 0: not at all
@@ -118,16 +122,14 @@ class Step:
     ``active``     where terms are inactive by design when training begins: the state in which they are judged
     ``wide``       the keys of the tensors that are padded with the rows, of any width; by default all that have their
                    width or that of a narrower signal, which the verdict lists as a guess; () where none ever is
-    ``masks``      the keys of further masks, which are 1 where another term of the loss is taken (a likelihood of a
-                   tool's tokens beside a policy gradient)
+    ``masks``      the keys of further masks: 1 where another term of the loss is taken (a likelihood of tools' tokens)
     ``reduction``  "mean" or "sum": how the loss adds up its rows, where that is known; then law SE checks it
     ``ignore_index`` the label of places that are not supervised: -100, in some libraries -1
-    ``value_is_loss`` False where the value is not the integral of the gradient (REINFORCE, CISPO: stop-gradients by
-                      design)
+    ``value_is_loss`` False where the gradient is not that of the value, by design (stop-gradients: REINFORCE, CISPO)
     ``all_supervised`` True where prompts are meant to be supervised too (pre-training); None where that is not known
     ``precision``  what the step computes in, where that is coarser than its parameters (autocast)
-    ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening), or where
-                   the code takes exactly one row; None where that is not known
+    ``rows_interact`` True where rows are coupled by definition (in-batch negatives, a batch-wide whitening), or the
+                   code takes exactly one row; None: unknown
     ``drops_tokens`` True where the loss itself leaves out supervised tokens (the likely ones, rows that are frozen)
     ``empty_rows`` False where every row has a supervised token, so that one without may give NaN
     ``pairwise``   False where each answer is weighed by itself, not against its rival (SPPO, NCA, BCO); None: unknown
@@ -176,21 +178,20 @@ class Step:
             raise StepError(fault)
 
     def _faults(self) -> Iterator[str]:
-        """What is wrong with the declarations, a sentence each; what comes first may make the next checks raise."""
+        """What is wrong with the declarations; what comes first may make the next checks raise."""
         given: Any = self.optimizer
         limit: Any = self.max_grad_norm
         if isinstance(given, type):
             yield f"optimizer={given.__name__} is a class: give {given.__name__}(model.parameters(), …)."
-        if not hasattr(given, "param_groups") and given is not None:
-            what = type(given).__name__
-            yield f"optimizer is a {what}, which has no param_groups: give the optimizer that it belongs to."
-        if not isinstance(limit, Real) and limit is not None:
+        if given is not None and not hasattr(given, "param_groups"):
+            yield f"optimizer is a {type(given).__name__}, which has no param_groups: give the optimizer it belongs to."
+        if limit is not None and not isinstance(limit, Real):
             yield f"max_grad_norm={limit!r} is of type {type(limit).__name__}: give a number, or None for no clipping."
         if isinstance(text := self.may_idle, str):
             yield f"may_idle={text!r} is one text: give a sequence of names, ({text!r},)."
         if not isinstance(self.batch, Mapping) or not self.batch:
             what = "is empty" if isinstance(self.batch, Mapping) else f"is a {type(self.batch).__name__}"
-            yield f"the batch {what}: give a dict of tensors, which the loss reads by their names."
+            yield f"the batch {what}: give a dict of tensors."
         for name in ("roles", "settings", "metrics", "paths", "weighed"):
             if not isinstance(getattr(self, name), Mapping):
                 yield f"{name} is of type {type(getattr(self, name)).__name__}: give a dict, {name}={{name: …}}."
@@ -276,12 +277,12 @@ class Step:
 
     def check_call(self) -> None:
         """Raise unless every declared function takes the arguments that it is called with."""
-        both, settings = FUNCTIONS["logprobs"], (*self.knobs, *self.options)
+        both, settings = FUNCTIONS["logprobs"], tuple(self.settings)
         calls: list[tuple[str, Any, tuple[str, ...], tuple[str, ...]]] = [("loss", self.loss, both, settings)]
         calls += [(name, fn, taken, ()) for name, taken in FUNCTIONS.items() if (fn := getattr(self, name)) is not None]
         for name, path in self.paths.items():
-            calls.append((f"paths[{name!r}]", *((path.fn, ("settings",), ()) if isinstance(path, Backward)
-                                                else (path, both, settings))))  # fmt: skip
+            own = (path.fn, ("settings",), ()) if isinstance(path, Backward) else (path, both, settings)
+            calls.append((f"paths[{name!r}]", *own))
         for name, fn, given, named in calls:
             call = f"{name}({', '.join([*given, *(f'{n}=…' for n in named)])})"
             if not callable(fn):
@@ -320,7 +321,7 @@ class Step:
 
     @property
     def clips(self) -> list[str]:
-        """The settings that bound the ratio, and have no effect at ratio 1."""
+        """The settings that bound the ratio; at ratio 1 they have no effect."""
         return [n for n, kind in self.kinds.items() if kind in CLIPS and n in self.numbers]
 
     def trainable(self) -> dict[str, nn.Parameter]:
@@ -342,18 +343,8 @@ class Step:
 
     @property
     def kind(self) -> Family | None:
-        """The declared family, or the one that the roles give away."""
-        if self.family is not None:
-            return self.family
-        if "advantages" in self.roles:
-            return "policy gradient"
-        if {"chosen", "rejected"} <= self.roles.keys():
-            return "preference"
-        if "teacher" in self.roles:
-            return "divergence"
-        if "rewards" in self.roles:
-            return "policy gradient"
-        return "sft" if "labels" in self.roles else None
+        """The declared family, or the one of its roles."""
+        return self.family or next((family for family, roles in BY_ROLES if roles <= self.roles.keys()), None)
 
     @property
     def grouped(self) -> bool:
@@ -363,7 +354,7 @@ class Step:
     @property
     def named_sides(self) -> tuple[dict[str, str], list[str]]:
         """Tensors of the chosen answers -> those of the rejected ones, guessed from names where no role pairs them; and
-        those that are named after one side and have no counterpart."""
+        those of one side without a counterpart."""
         declared = sides(self.roles)[0].items()
         return sides(self.batch.keys() - {self.roles[role] for pair in declared for role in pair})
 
@@ -379,13 +370,10 @@ class Step:
 
     @property
     def rows(self) -> int:
-        """B: the leading size that the roles (or else most tensors) share."""
-        named = [self.batch[k] for k in self.roles.values()]
-        tensors = [t for t in (named or list(self.batch.values())) if isinstance(t, Tensor) and t.ndim > 0]
-        if not tensors:
-            return 1
-        sizes = [t.shape[0] for t in tensors]
-        return max(set(sizes), key=sizes.count)
+        """B: the leading size that most tensors with a role (or else most tensors) share."""
+        named = [self.batch[k] for k in self.roles.values()] or self.batch.values()
+        sizes = [t.shape[0] for t in named if isinstance(t, Tensor) and t.ndim > 0]
+        return max(set(sizes), key=sizes.count, default=1)
 
 
 def check_fields(declared: Mapping[str, Any]) -> None:

@@ -9,11 +9,9 @@ import torch
 
 
 class Together(torch.optim.Optimizer):
-    """Steps, saves and loads its members in the order in which they are given, which is the order of the loop.
-
-    It owns nothing: groups and states are the members' own objects. Hooks go round the whole update: the first
-    member's step begins it, the last one's ends it, also where the loop steps the members itself.
-    """
+    """Steps, saves and loads its members in their order, that of the loop. Groups and states are the members' own
+    objects. Hooks go round the whole update: the first member's step begins it, the last one's ends it, also where the
+    loop steps the members itself."""
 
     def __init__(self, *members: torch.optim.Optimizer) -> None:
         if not members:

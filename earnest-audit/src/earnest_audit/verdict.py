@@ -23,8 +23,7 @@ class LawBroken(EarnestError):
 @dataclass(frozen=True)
 class Finding:
     """One law on one subject. ``meaning``: what a failure or a warning means, and where to look. ``place``: the source
-    of what was checked, "train.py:12", where it is known. ``outcome``: "warns" where right steps are known that do the
-    same."""
+    of what was checked, "train.py:12". ``outcome``: "warns" where right steps are known that do the same."""
 
     law: str
     subject: str
@@ -95,31 +94,21 @@ class Verdict:
     def raise_if_failed(self) -> Verdict:
         """Raise ``LawBroken`` unless something was checked and nothing failed; otherwise return the verdict."""
         if not self.holds:
-            lines = [str(f) for f in self.failures]
-            raise LawBroken(
-                "the training step breaks a law:\n  " + "\n  ".join(lines) if lines else "nothing was checked."
-            )
+            lines = "\n  ".join(map(str, self.failures))
+            raise LawBroken(f"the training step breaks a law:\n  {lines}" if lines else "nothing was checked.")
         return self
 
     def strict(self) -> Verdict:
         """The verdict with every warning, and everything that could not be checked, as a failure."""
-        strict = {*self.warnings, *self.errors}
-        rows = [
-            replace(f, outcome="fails", meaning=f"{f.meaning} (A failure in strict mode.)") if f in strict else f
-            for f in self.findings
-        ]
-        return replace(self, findings=tuple(rows))
+        strict = {
+            f: replace(f, outcome="fails", meaning=f"{f.meaning} (A failure in strict mode.)")
+            for f in (*self.warnings, *self.errors)
+        }
+        return replace(self, findings=tuple(strict.get(f, f) for f in self.findings))
 
     def to_dict(self) -> dict[str, Any]:
         """JSON for machines (verdict.json)."""
-        return {
-            "title": self.title,
-            "holds": self.holds,
-            "counts": self.counts,
-            "cost": self.cost,
-            "notes": list(self.notes),
-            "findings": [asdict(f) for f in self.findings],
-        }
+        return {"holds": self.holds, "counts": self.counts, **asdict(self)}
 
     def __add__(self, other: Verdict) -> Verdict:
         notes = tuple(dict.fromkeys(self.notes + other.notes))
@@ -130,7 +119,7 @@ class Verdict:
         return replace(self, findings=tuple(f if f.place else replace(f, place=place) for f in self.findings))
 
     def remarks(self) -> Iterator[str]:
-        """The lines below the table that are not failures: notes, and what to declare."""
+        """The lines below the table, beside failures: notes, and what to declare."""
         yield from self.notes
         yield from dict.fromkeys(f.meaning for f in self.findings if f.outcome == "not declared" and f.meaning)
 

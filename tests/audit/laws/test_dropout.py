@@ -64,10 +64,8 @@ def test_what_is_off_without_dropout_too_is_not_its_fault() -> None:
 def test_rates_are_the_users_inside_and_0_outside() -> None:
     model = Dropped(True)
     with without_dropout(model) as rates:
-        assert rates == 1 and model.drop.p == 0.0
-        with with_dropout(model) as again:
-            assert again == 1 and model.drop.p == 0.2
+        assert len(rates) == 1 and model.drop.p == 0.0
+        with with_dropout(rates):
+            assert model.drop.p == 0.2
         assert model.drop.p == 0.0
     assert model.drop.p == 0.2
-    with with_dropout(model) as none:
-        assert none == 0 and model.drop.p == 0.2

@@ -30,7 +30,6 @@ from torch import Tensor, nn
 
 from earnest_audit.edits import SIDES, Batch, next_of
 from earnest_audit.errors import Undeclared
-from earnest_audit.frontends.first_edition import renamed
 from earnest_audit.frontends.layout import check_batch, editable, rows_elsewhere
 from earnest_audit.measure import Reading
 from earnest_audit.precision import is_coarse
@@ -95,7 +94,6 @@ class InferredStep(Step):
 def infer(model: nn.Module, loss: Callable[..., Any], batch: Mapping[str, Any], **declared: Any) -> InferredStep:
     """The step of ``loss(model, batch, **settings)`` with guessed roles. ``declared`` are further fields of ``Step``;
     declared roles are not guessed."""
-    declared = renamed(declared)
     check_fields(declared)
     given = declared.pop("roles", {})
     check_batch(batch)

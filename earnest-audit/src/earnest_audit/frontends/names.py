@@ -1,14 +1,15 @@
 """Guesses what a step's settings and metrics are from their usual names, once, before the laws run; what is declared
-stays, and the verdict lists each guess."""
+stays, and the verdict lists each guess, also those of the batch that the laws make."""
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
+from earnest_audit import edits
 from earnest_audit.edits import SIDES
 from earnest_audit.facts import DIRECTIONS, READ_BY, Kind, Metric, MetricKind, Setting
 from earnest_audit.probe import Probe
@@ -65,19 +66,40 @@ def metrics(step: Step, returned: Iterable[str]) -> dict[str, Metric]:
     return {name: _facts(step, name, every) for name in every}
 
 
-def notes(step: Step, probe: Probe) -> tuple[str, ...]:
+def notes(step: Step, probe: Probe) -> Iterator[str]:
     """The guesses that laws used. ``step``: as it was declared."""
     kinds = {n: k for n, k in _guessed(step).items() if READ_BY[k] == step.kind and n not in step.terms_off}
     found: Mapping[str, Metric] = vars(probe).get("metrics", {})
-    of_metrics = {name: m.kind for name, m in found.items() if m.kind and not _declared(step, name)}
-    return tuple(
-        f"guessed from names: {', '.join(f'{name} is {_a(kind)}' for name, kind in guesses.items())}; {how} declares it"
-        for guesses, how in (
-            (kinds, "settings={name: Setting(value, kind)}"),
-            (of_metrics, "metrics={name: Metric(kind=…)}"),
+    metrics = {name: m.kind for name, m in found.items() if m.kind and not _declared(step, name)}
+    for guesses, how in ((kinds, "settings={name: Setting(value, kind)}"), (metrics, "metrics={name: Metric(kind=…)}")):
+        if guesses:
+            named = ", ".join(f"{name} is {_a(kind)}" for name, kind in guesses.items())
+            yield f"guessed from names: {named}; {how} declares it"
+    if step.kind == "preference" and (sides := step.named_sides[0]):
+        pairs = ", ".join(f"{c} and {r}" for c, r in sides.items())
+        yield f"guessed from names: {pairs} belong to the two answers; roles={{role: key}} declares it"
+    yield from _of_the_batch(step)
+
+
+def _of_the_batch(step: Step) -> Iterator[str]:
+    """What laws assume of this batch because of its roles, shapes and values."""
+    padded, teacher = edits.readings(step), step.value("teacher")
+    if step.family is None and step.kind is not None:
+        yield f'guessed from roles: the family is "{step.kind}"; family="…" declares it'
+    if step.wide is None and len(padded) > 1 and (more := sorted(padded[0] - padded[-1])):
+        yield f"guessed from shapes: {', '.join(more)} is padded with the rows; wide=(…) declares it"
+    if masks := [k for k in sorted(padded[0]) if k not in step.masks and edits.mask_like(step, k, step.batch[k])]:
+        yield f"guessed from values: {', '.join(masks)} is a mask, 0 in padding; a role or masks=(…) declares it"
+    if edits.by_attention(step):
+        yield "guessed from values: the loss is taken where the attention mask is not 0; the role mask declares it"
+    if edits.in_place(step) or edits.ahead(step):
+        where = "their tokens stand" if edits.in_place(step) else "they are predicted"
+        yield f"guessed from values: labels stand where {where}"
+    if teacher is not None and teacher.is_floating_point():
+        form = (
+            "log-probs" if edits.log_like(teacher) else "probabilities" if edits.probability_like(teacher) else "logits"
         )
-        if guesses
-    )
+        yield f"guessed from values: the teacher gives {form}"
 
 
 def declared(values: Mapping[str, Any]) -> dict[str, Setting]:

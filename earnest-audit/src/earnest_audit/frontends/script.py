@@ -8,6 +8,7 @@ this process.
 from __future__ import annotations
 
 import gc
+import os
 import runpy
 import sys
 import traceback
@@ -60,7 +61,7 @@ def audit_script(
     collected = Collected()
     end: BaseException | None = None
     try:
-        with redirect_stdout(sys.stderr), trained(quick, progress, collected), replaced(sys, typed):
+        with on_stderr(), trained(quick, progress, collected), replaced(sys, typed):
             try:
                 runpy.run_path(str(path), run_name="__main__")
             except SystemExit as code:  # the watches end as usual
@@ -78,6 +79,20 @@ def audit_script(
         title = f"the training script {row.measured}: what was checked until then"
         found = replace(found, findings=(*found.findings, row), title=title)
     return found.at(f"{path.as_posix()}:1")
+
+
+@contextmanager
+def on_stderr() -> Iterator[None]:
+    """Inside, what is printed goes to stderr, also what child processes and code that is not Python print."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    try:
+        os.dup2(2, 1)
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
 
 
 def _stopped(path: Path, end: BaseException | None, collected: Collected) -> Finding:

@@ -60,7 +60,7 @@ def _additive(probe: Probe, begins: Tensor, ids: Tensor, on: Tensor | None) -> R
     of another document, or where all documents have the same (BOS, EOS)."""
     step, odd, free = probe.step, begins.long().cumsum(-1) % 2 == 1, ids >= 0
     batches: list[Mapping[str, Any]] = [step.batch]
-    signals = [r for r in edits.PER_TOKEN if edits.fitting(step, r) is not None]
+    signals = [r for r in edits.PER_TOKEN if edits.fit(edits.supervised(step), step.value(r)) is not None]
     for edge in (begins, begins.roll(-1, dims=-1)):
         if on is not None or len(ids[edge].unique()) == 1:
             free &= ~edge

@@ -107,9 +107,9 @@ def _term(probe: Probe, batch: edits.Batch, knob: str) -> tuple[float, float]:
 def _with_dropout(probe: Probe) -> Rows:
     """A backward that runs a part of the forward again has to draw the same masks."""
     batch = dict(probe.step.batch)  # a copy: readings of the declared one are kept, and have no dropout
-    with with_dropout(probe.step.model) as rates:
-        if not rates:
-            return
+    if not probe.dropout:
+        return
+    with with_dropout(probe.dropout):
         LAW.needs(probe.afford(5 / 3, keep=0), DROPOUT, SPENT)  # a gradient and two looks
         found = slopes(probe, batch, probe.gradient(batch))
     if (off := _off(found)) > NEAR:

@@ -248,8 +248,9 @@ class Norm:
     def findings(self) -> Iterator[Finding]:
         if self.short.looks >= SURE:
             yield judged(
-                "MR", "grad_norm", f"at most {self.ratio:.2g} of what the optimizer is given, in {self.short.looks} "
-                "looks", f"≥ {SLACK:g}", self.short.good > 0,
+                "MR", "grad_norm", f"below what the optimizer is given in {self.short.looks - self.short.good} of "
+                f"{self.short.looks} looks, at most {self.ratio:.2g} of it", f"≥ {SLACK:g} in most looks",
+                2 * self.short.good >= self.short.looks,
                 "The norm that is logged, and perhaps clipped by, is that of a part: one rank's shard, one group, or "
                 "the last micro-batch.",
             )  # fmt: skip
