@@ -127,7 +127,12 @@ def markdown(verdict: Verdict) -> str:
     held = sum(f.outcome == "holds" for f in verdict.findings)
     many = f"{len(wrong)} law{'' if len(wrong) == 1 else 's'} broken" if wrong else "no law is broken"
     warned = f", {len(verdict.warnings)} warn{'s' * (len(verdict.warnings) == 1)}" if verdict.warnings else ""
-    lines = [f"## {'❌' if wrong else '✅'} {verdict.title}", "", f"{held} check{'s hold' if held != 1 else ' holds'}{warned}, {many}.", ""]
+    lines = [
+        f"## {'❌' if wrong else '✅'} {verdict.title}",
+        "",
+        f"{held} check{'s hold' if held != 1 else ' holds'}{warned}, {many}.",
+        "",
+    ]
     for mark, f in (*(("", f) for f in wrong), *(("⚠️ ", f) for f in verdict.warnings)):
         place = f" (`{' '.join(f.place.replace('`', ' ').split())}`)" if f.place else ""
         lines.append(f"- {mark}**{f.law}** on {_cell(f.subject)}{place}: {_cell(f.measured)}. {_cell(f.meaning)}")
