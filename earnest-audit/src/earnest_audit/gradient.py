@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +56,9 @@ class Gradient:
 
     def times(self, factor: float) -> Gradient:
         return Gradient({n: None if g is None else g * factor for n, g in self.parts.items()})
+
+    def only(self, names: Iterable[str]) -> Gradient:
+        return Gradient({n: self.parts[n] for n in names})
 
     def best_scale(self, other: Gradient) -> float:
         """The c that brings c·other nearest to self."""

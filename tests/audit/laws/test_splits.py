@@ -305,6 +305,28 @@ def test_terms_with_normalisers_of_their_own_are_sums_of_parts_each_by_itself() 
         assert outcome(step, splits.LAW, "whole = parts (uneven)") == "holds"
 
 
+@pytest.mark.parametrize("fault", [False, True])
+def test_terms_that_all_have_a_weight_and_a_value_that_leaves_the_divergence_alone(fault: bool) -> None:
+    """A likelihood is a mean over targets, a divergence one over the tokens that attention shows. Both weights are
+    declared, one also as what switches the other term off: each is checked by itself."""
+    step = sft_step()
+    shown = torch.arange(12)[None] < torch.arange(5, 5 + step.rows)[:, None]
+
+    def loss(model: nn.Module, batch: Data, task: float, kd: float) -> Tensor:
+        logs, on = model(batch["ids"]).log_softmax(-1), batch["shown"].float()
+        nll = -logs[:, :-1].gather(-1, batch["ids"][:, 1:, None])[..., 0]
+        far = (batch["teacher"].softmax(-1) * (batch["teacher"].log_softmax(-1) - logs)).sum(-1)
+        likelihood = (nll * on[:, 1:]).sum() / on[:, 1:].sum() * (nll.mean() if fault else 1.0)
+        return task * likelihood + kd * (far * on).sum() / on.sum()
+
+    ids = step.batch["ids"]
+    teacher = torch.randn(*ids.shape, 23, generator=torch.Generator().manual_seed(0))
+    settings = {"task": Setting(0.5, "weight", pure=0.0), "kd": Setting(0.4, "weight")}
+    made = Step(step.model, loss, {"ids": ids, "shown": shown.long(), "teacher": teacher},
+                {"ids": "ids", "attention": "shown", "teacher": "teacher"}, settings=settings)  # fmt: skip
+    assert outcome(made, splits.LAW, "whole = parts (uneven)") == ("fails" if fault else "holds")
+
+
 @pytest.mark.parametrize("twice", [False, True])
 def test_one_packed_row_is_doubled_where_its_reduction_is_declared(twice: bool) -> None:
     """unsloth-zoo #1066: boundaries are subtracted from a count that does not have them."""

@@ -180,3 +180,27 @@ def test_an_update_that_never_clips_by_declaration(fault: str | None) -> None:
     verdict = audit(Update(clipped.model, clipped.optimizer, update, clipped.loss, clipped.batch, clips=False))
     assert verdict.holds is (fault is None), str(verdict)
     assert not any("a clip that binds" in f.subject for f in verdict.findings)
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_an_optimizer_per_parameter_that_steps_inside_the_backward(fault: bool) -> None:
+    """LOMO's fused update: where one parameter's optimizer steps, the others have no gradient yet, or none any more."""
+    step = sft_step()
+    model, last = step.model, next(iter(step.model.parameters()))
+    optimizer = torch.optim.AdamW([last], lr=1e-2)
+
+    def update(batches: Sequence[Mapping[str, Any]]) -> None:
+        def apply(p: nn.Parameter) -> None:
+            if p is last:
+                optimizer.step()
+            p.grad = None
+
+        hooks = [p.register_post_accumulate_grad_hook(apply) for p in model.parameters()]
+        counts = [count(b) for b in batches]
+        parts = [sft_loss(model, b)[0] * (n / sum(counts)) for b, n in zip(batches, counts, strict=True)]
+        (parts[0] if fault else torch.stack(parts).sum()).backward()
+        for hook in hooks:
+            hook.remove()
+
+    verdict = audit(Update(model, optimizer, update, sft_loss, step.batch, clips=False))
+    assert verdict.holds is not fault, str(verdict)

@@ -130,13 +130,13 @@ def _terms_off(probe: Probe) -> list[str] | None:
     """The weights of declared terms ("" for what is left without them) that by themselves are no sum of their parts;
     None where they cannot be evaluated one by one."""
     found: dict[str, bool] = {}
-    for part in parts(probe):
+    for part in parts(probe, *probe.step.terms_off):
         try:
-            size = max(part.gradient(probe, None).norm(), 1e-300)
-            room = probe.tolerance * max(1.0, part.scale(probe, None) / size)
-            if room < 0.5:  # else nothing remains of the loss here, or too little to judge
+            size = part.gradient(probe, None).norm()
+            room = probe.tolerance * max(1.0, part.scale(probe, None) / max(size, 1e-300))
+            if room < 0.5:  # else too little remains of the loss here to judge
                 cut = _cut(probe, probe.step, part)
-                found[part.term] = cut is not None and cut.within(room)
+                found[part.term] = size == 0 or (cut is not None and cut.within(room))
         except Exception:
             return None
     return [term for term, holds in found.items() if not holds] if len(found) > 1 else None

@@ -233,6 +233,7 @@ class Update(_Gradients, name="update"):
         if not self._grad_holders:
             yield self.not_applicable("handed gradient", "the optimizer owns neither parameters nor copies of them")
             return
+        wanted = wanted.only(self._grad_holders)
         with restored(self.model, self.optimizer):
             free = self._handed(parts, wide)
             first = self._row("handed gradient, no clip", free, wanted, room, ANOTHER)
@@ -255,9 +256,9 @@ class Update(_Gradients, name="update"):
             return  # the next update would fail for the same reason
         with restored(self.model, self.optimizer):
             self._handed(parts, wide)
-            after = self._wanted(self.batch)
+            after = self._wanted(self.batch).only(self._grad_holders)
             handed = self._handed(parts, wide, clear=False)
-            near *= max(1.0, norm / max(after.norm(), 1e-300))  # a shorter one is coarser, relatively
+            near *= max(1.0, wanted.norm() / max(after.norm(), 1e-300))  # a shorter one is coarser, relatively
             yield self._row("handed gradient, the next update", handed, after, min(TWICE, near), LAST)
 
     def _owned(self) -> dict[str, Tensor]:
@@ -268,7 +269,7 @@ class Update(_Gradients, name="update"):
             alike = (i for i, t in owned.items() if t.shape == p.shape and torch.equal(t.detach().to(p), p.detach()))
             if n not in found and (place := next(alike, None)) is not None:
                 found[n] = owned.pop(place)
-        return {**self._trained(), **found} if found or not owned else {}
+        return found
 
     def _handed(self, parts: Sequence[Mapping[str, Any]], max_grad_norm: float, clear: bool = True) -> Gradient | None:
         """What stood in ``.grad`` when the optimizer stepped; None where it did not step exactly once."""
