@@ -63,6 +63,12 @@ def test_every_group_has_its_own_rate() -> None:
     assert "peak (group 1)" in failed(Schedule(lambda t, _: rates(t, 4, True), (1.0, 0.1), 0.0))
 
 
+def test_a_peak_is_not_exceeded() -> None:
+    """DeepSpec #32: where the warm-up hands over to the cosine, the rate is 2.5 % above the declared peak."""
+    assert failed(Schedule(lambda t, _: [1.025 * r for r, _ in rates(t, 4)], 1.0, 0.0)) == {"peak"}
+    assert audit(Schedule(lambda t, _: [0.95 * r for r, _ in rates(t, 4)], 1.0, 0.0)).holds
+
+
 def test_every_group_may_have_its_own_warm_up() -> None:
     def rates(total: int, ranks: int) -> list[list[float]]:
         return [[min(1.0, (k + 1) / 4), 0.5 * min(1.0, max(0, k - 4) / 4)] for k in range(total)]

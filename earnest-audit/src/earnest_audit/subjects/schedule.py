@@ -12,6 +12,7 @@ from earnest_audit.verdict import Finding
 
 FLAT = 1e-6  # of the top: what rounding may let a rate rise by
 EXACT = 1e-9  # of the peak: a rate of 0, up to rounding
+ABOVE = 1.01  # times the declared peak, which may be a rounded number
 RANKS = 4
 STEEP, SMALL = 4, 0.02  # times the next falls (1 - √t begins with 2.4 times, 1/t with 3 times); of the peak
 
@@ -32,9 +33,10 @@ class Schedule(Subject, name="schedule"):
     again after the warm-up by design. ``settings`` (decay steps, a power, a floor) are numbers, handed to ``rates`` by
     name; each has to matter. ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
     How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
-    Exceptions: The peak may be missed by a tenth: warm-ups that start at 1/n do. The final rate may be missed by a
-    quarter of itself (by a tenth of the peak where it is 0), or by one and a half times the last step's change. With
-    restarts the warm-up ends at the first fall, and the floor is checked after the last rise.
+    Exceptions: The peak may be missed by a tenth (warm-ups that start at 1/n do), and exceeded by a hundredth. The
+    final rate may be missed by a quarter of itself (by a tenth of the peak where it is 0), or by one and a half times
+    the last step's change. With restarts the warm-up ends at the first fall, and the floor is checked after the last
+    rise.
     Warns: (rows "half way" and "the first fall") a schedule that is at its end early by design, where ``ends`` declares
     when it is there; a decay that is steepest in its first step, or has its first stage directly after the warm-up.
     Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all
@@ -84,8 +86,8 @@ class Schedule(Subject, name="schedule"):
 
     def _group(self, of: str, one: list[float], peak: float, final: float, warmup: float | None) -> Iterator[Finding]:
         top, middle, (low, high) = max(one), one[len(one) // 2], sorted((peak, final))
-        why = "The peak is never reached, or it is another group's: one rate is written over every group."
-        yield self.finding(f"peak{of}", f"{top:.3g}", f"{peak:.3g}", abs(top - peak) <= 0.1 * peak, why)
+        why = "The peak is never reached, is exceeded, or is another group's: one rate is written over every group."
+        yield self.finding(f"peak{of}", f"{top:.3g}", f"{peak:.3g}", 0.9 * peak <= top <= ABOVE * peak, why)
         if not self.restarts:
             holds = low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2)
             why = "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps."
