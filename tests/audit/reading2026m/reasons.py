@@ -8,8 +8,8 @@ MISSES = {
     "ll/d05_cosine_handoff_overshoot": "the rate is 2.5 % above the declared peak, and up to a tenth was allowed",
 }
 ALARMS = {
-    "ll/d01_distill_padding_positions": "law SE did not check a term by itself whose weight has a value that leaves the "
-    "divergence alone, and the likelihood has another count than the divergence",
-    "ll/r09_optimizer_step_inside_backward": "SE-UPDATE also compared parameters that another optimizer owns, and where "
-    "one steps inside the backward the others have no gradient",
+    "ll/d01_distill_padding_positions": "law SE did not check a term by itself whose weight has a value that leaves "
+    "the divergence alone, and the likelihood has another count than the divergence",
+    "ll/r09_optimizer_step_inside_backward": "SE-UPDATE also compared parameters that another optimizer owns, and "
+    "where one steps inside the backward the others have no gradient",
 }

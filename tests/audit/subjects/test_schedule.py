@@ -65,8 +65,8 @@ def test_every_group_has_its_own_rate() -> None:
 
 def test_a_peak_is_not_exceeded() -> None:
     """DeepSpec #32: where the warm-up hands over to the cosine, the rate is 2.5 % above the declared peak."""
-    assert failed(Schedule(lambda t, _: [1.025 * r for r, _ in rates(t, 4)], 1.0, 0.0)) == {"peak"}
-    assert audit(Schedule(lambda t, _: [0.95 * r for r, _ in rates(t, 4)], 1.0, 0.0)).holds
+    assert failed(Schedule(lambda t, _: [1.025 * rate for rate in warm(t, "linear")], 1.0, 0.0)) == {"peak"}
+    assert audit(Schedule(lambda t, _: [0.95 * rate for rate in warm(t, "linear")], 1.0, 0.0)).holds
 
 
 def test_every_group_may_have_its_own_warm_up() -> None:
