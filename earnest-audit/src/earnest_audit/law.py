@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from earnest_audit.errors import Undeclared
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding, LawOutcome, judged, unchecked
+from earnest_audit.verdict import Finding, Outcome, judged, unchecked
 
 Rows = Iterator[Finding]
 Tier = Literal["core", "contrib"]
@@ -19,12 +19,11 @@ Ask = tuple[str, str, Callable[[Step], bool]]
 """A subject, the declaration that it needs, and whether that is given: where it is not, the row is "not declared"."""
 
 
+@dataclass(eq=False)
 class Ends(Exception):
     """Raised by a law, or a part of one: ``row`` is its last row."""
 
-    def __init__(self, row: Finding) -> None:
-        super().__init__(str(row))
-        self.row = row
+    row: Finding
 
 
 class Reporter:
@@ -32,9 +31,7 @@ class Reporter:
 
     code: str
 
-    def finding(
-        self, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
-    ) -> Finding:
+    def finding(self, subject: str, measured: str, expected: str, outcome: Outcome, meaning: str = "") -> Finding:
         return judged(self.code, subject, measured, expected, outcome, meaning)
 
     def agrees(self, subject: str, off: float, room: float, meaning: str, what: str = "off by {}") -> Finding:

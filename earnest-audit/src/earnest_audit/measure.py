@@ -26,8 +26,7 @@ from earnest_audit.step import Loss, Step, StepError
 T = TypeVar("T")
 Inputs = Mapping[str, Any] | None
 """A batch, or settings, in place of the declared ones."""
-Result = tuple[Tensor, dict[str, float]]
-"""Loss and metrics."""
+Result = tuple[Tensor, dict[str, float]]  # loss and metrics
 
 
 @dataclass(frozen=True, eq=False)
