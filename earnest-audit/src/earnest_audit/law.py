@@ -40,8 +40,7 @@ class Reporter:
 
     def none(self, subject: str, wrong: Sequence[str], measured: str, meaning: str) -> Finding:
         """Nothing is on the list of what is wrong; ``meaning`` begins with the first three."""
-        named = ", ".join(wrong[:3])
-        return self.finding(subject, measured, "none", not wrong, f"{named}{meaning}")
+        return self.finding(subject, measured, "none", not wrong, ", ".join(wrong[:3]) + meaning)
 
     def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:
         return Finding(self.code, subject, why, "-", "not applicable", meaning)
