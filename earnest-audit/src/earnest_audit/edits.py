@@ -236,9 +236,8 @@ def by_attention(step: Step) -> bool:
 
 def readings(step: Step) -> list[set[str]]:
     """Which tensors are padded with the rows: ``step.wide``; undeclared, all that have the rows' width or that of a
-    narrower signal (an answer beside prompt and answer). Some may have a width by accident (prompts beside
-    completions), so further readings follow: the rows' width alone, only what has a role, and no attention of others
-    than the ids."""
+    narrower signal (an answer beside prompt and answer). As some may have a width by accident, further readings follow:
+    the rows' width alone, only what has a role, and of that no attention that is not the ids'."""
     tensors = {k: v for k, v in step.batch.items() if isinstance(v, Tensor) and v.ndim >= 2}
     if step.wide is not None:
         return [tensors.keys() & set(step.wide)]
@@ -294,10 +293,9 @@ def only(step: Step, batch: Mapping[str, Any], keep: Tensor) -> Batch:
 
 def other_ids(step: Step, ids: Tensor, where: Tensor) -> Tensor:
     """Another id at every one of these places, one that is a target somewhere: never a place holder of an image."""
-    on = supervised(step)
-    targets = step.value("labels")
-    if targets is None and on is not None and on.shape[0] == ids.shape[0] and ids.shape[1] - on.shape[1] in (0, 1):
-        targets = torch.where(on, ids[:, -on.shape[1] :], -1)
+    on, targets = supervised_wide(step), step.value("labels")
+    if targets is None and on is not None and on.shape == ids.shape:
+        targets = torch.where(on, ids, -1)
     known = (ids if targets is None else targets).flatten()
     known = known[known >= 0].unique()
     if len(known) < 2:
@@ -349,9 +347,7 @@ def fit(where: Tensor | None, values: Tensor | None) -> Tensor | None:
     if gap not in (0, 1):
         return None
     where = where[:, gap:]  # values that are one narrower are aligned with the shifted targets
-    while where.ndim < values.ndim:
-        where = where[..., None]
-    return where
+    return where.reshape(*where.shape, *[1] * (values.ndim - where.ndim))
 
 
 def taken(step: Step, like: Tensor, batch: Mapping[str, Any] | None = None) -> Tensor:

@@ -19,8 +19,7 @@ LISTENERS: list[Callable[[Verdict], None]] = []
 """Each is called with every verdict; `earnest audit SCRIPT.py` collects them here."""
 PROGRESS: list[Callable[[str], None]] = []
 """Each is called with the law that begins, where no ``progress`` is given."""
-RUNNING: list[object] = []
-"""The subjects of the audits that are running now."""
+RUNNING: list[object] = []  # the subjects of the audits that are running now
 FROZEN = (
     "No parameter of the model requires a gradient: the step trains nothing, and no other law was checked. Unfreeze "
     "what is trained (requires_grad_(True); a loaded adapter: is_trainable=True), or give the model with the adapter."

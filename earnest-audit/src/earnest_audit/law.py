@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from earnest_audit.errors import Undeclared
 from earnest_audit.step import Step
-from earnest_audit.verdict import Finding, LawOutcome, judged, unchecked
+from earnest_audit.verdict import Finding, Outcome, judged, unchecked
 
 Rows = Iterator[Finding]
 Tier = Literal["core", "contrib"]
@@ -19,12 +19,11 @@ Ask = tuple[str, str, Callable[[Step], bool]]
 """A subject, the declaration that it needs, and whether that is given: where it is not, the row is "not declared"."""
 
 
+@dataclass(eq=False)
 class Ends(Exception):
     """Raised by a law, or a part of one: ``row`` is its last row."""
 
-    def __init__(self, row: Finding) -> None:
-        super().__init__(str(row))
-        self.row = row
+    row: Finding
 
 
 class Reporter:
@@ -32,9 +31,7 @@ class Reporter:
 
     code: str
 
-    def finding(
-        self, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
-    ) -> Finding:
+    def finding(self, subject: str, measured: str, expected: str, outcome: Outcome, meaning: str = "") -> Finding:
         return judged(self.code, subject, measured, expected, outcome, meaning)
 
     def agrees(self, subject: str, off: float, room: float, meaning: str, what: str = "off by {}") -> Finding:
@@ -43,8 +40,7 @@ class Reporter:
 
     def none(self, subject: str, wrong: Sequence[str], measured: str, meaning: str) -> Finding:
         """Nothing is on the list of what is wrong; ``meaning`` begins with the first three."""
-        named = ", ".join(wrong[:3])
-        return self.finding(subject, measured, "none", not wrong, f"{named}{meaning}")
+        return self.finding(subject, measured, "none", not wrong, ", ".join(wrong[:3]) + meaning)
 
     def not_applicable(self, subject: str, why: str, meaning: str = "") -> Finding:
         return Finding(self.code, subject, why, "-", "not applicable", meaning)

@@ -24,10 +24,8 @@ from earnest_audit.restore import calling, copied, empty_grads, put_back
 from earnest_audit.step import Loss, Step, StepError
 
 T = TypeVar("T")
-Inputs = Mapping[str, Any] | None
-"""A batch, or settings, in place of the declared ones."""
-Result = tuple[Tensor, dict[str, float]]
-"""Loss and metrics."""
+Inputs = Mapping[str, Any] | None  # a batch, or settings, in place of the declared ones
+Result = tuple[Tensor, dict[str, float]]  # loss and metrics
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,9 +102,8 @@ class Measure:
         return self._state, id(batch), repr(sorted((knobs or {}).items()))
 
     def differentiate(self, value: Tensor, inputs: Sequence[Tensor], retain: bool = False) -> list[Tensor | None]:
-        """∂value/∂input, None where the value does not reach it. Where a function is written in Python, which may run
-        a backward pass of its own (reentrant checkpointing), ``autograd.grad`` can fail or miss parameters: there by
-        ``backward``, without the leaves' hooks and with no ``.grad`` left over."""
+        """∂value/∂input, None where the value does not reach it. Functions that are written in Python may run a
+        backward pass inside (reentrant checkpointing): ``backward`` takes it along, ``autograd.grad`` may not."""
         if not value.requires_grad:
             return [None] * len(inputs)
         graph = list(nodes(value.grad_fn))
@@ -164,8 +161,7 @@ class Measure:
     def slopes(self, roles: Sequence[str], batch: Mapping[str, Any], knobs: Inputs = None) -> Reading:
         """The loss with its derivatives by the parameters and by those of these inputs that are floats."""
         keys = {r: self.step.roles[r] for r in roles if r in self.step.roles}
-        floats = {r: batch[k] for r, k in keys.items() if batch[k].is_floating_point()}
-        leaves = {r: value.detach().clone().requires_grad_() for r, value in floats.items()}
+        leaves = {r: batch[k].detach().requires_grad_() for r, k in keys.items() if batch[k].is_floating_point()}
         self.cost += 1
         value, metrics = self.run({**batch, **{keys[r]: leaf for r, leaf in leaves.items()}}, knobs)
         found = self.differentiate(value, [*leaves.values(), *self.parameters.values()])

@@ -47,10 +47,9 @@ def _file(name: str) -> str:
     if not path.is_file():
         return ""
     path = path.resolve()
-    if path.is_relative_to(OURS) or any(path.is_relative_to(folder) for folder in INSTALLED):
+    console_script = path == Path(sys.argv[0]).resolve() and path.suffix != ".py"
+    if console_script or any(path.is_relative_to(folder) for folder in (OURS, *INSTALLED)):
         return ""
-    if path == Path(sys.argv[0]).resolve() and path.suffix != ".py":
-        return ""  # the console script that started the process
     here = Path.cwd()
     return path.relative_to(here).as_posix() if path.is_relative_to(here) else path.as_posix()
 

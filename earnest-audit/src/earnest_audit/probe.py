@@ -9,12 +9,10 @@ Most rows are judged by one of six expectations:
     descends   a number has the right sign
     agrees     two computations give the same, up to a stated limit (``law.Reporter.agrees``)
 
-Other rows have a list of what is wrong, which has to be empty (``Reporter.none``), or a number inside a range or beyond
-a threshold of the law itself (``Reporter.finding``); such a threshold is a constant with its reason.
+Other rows have a list that has to be empty (``Reporter.none``), or a number within a limit of the law's own.
 
-While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, the model,
-its dropout rates, the optimizer and all random generators are bit for bit what they were (see ``restore.restored``).
-What a loss keeps in a closure of its own cannot be restored.
+While a probe is open, dropout is off and the hooks of the optimizer's step are disabled. When it closes, everything but
+what a loss keeps in a closure of its own is bit for bit what it was (``restore.restored``).
 """
 
 from __future__ import annotations
@@ -42,10 +40,8 @@ from earnest_audit.verdict import Finding
 LOOSE = 0.1  # a tolerance that the verdict names: the step rounds, or has a threshold, inside
 COMPARED = {"logprobs": (*edits.SAMPLERS, "reference", "advantages"), "student": ("teacher",)}
 """Declared functions, with the roles that have as many numbers as each of them gives."""
-Change = tuple[float, str]
-"""A relative change of the gradient, and how it was made."""
-Describe = Callable[[Step, Iterable[str]], Mapping[str, Metric]]
-"""The facts of the metrics that a step declares or returns, by name."""
+Change = tuple[float, str]  # a relative change of the gradient, and how it was made
+Describe = Callable[[Step, Iterable[str]], Mapping[str, Metric]]  # the facts of declared and returned metrics
 
 
 class Probe(Measure):
@@ -277,8 +273,7 @@ class Probe(Measure):
         if step.logprobs is None or step.ratio_role not in step.roles:
             return batch
         key = step.roles[step.ratio_role]
-        now = self.now().to(batch[key].dtype).reshape(batch[key].shape)
-        rng = edits.generator(step, 9)
+        now, rng = self.as_policy(batch, (step.ratio_role,))[key], edits.generator(step, 9)
         rows = torch.arange(len(now), device=now.device, dtype=now.dtype)
         side = torch.where(rows % 2 == 0, 1.0, -1.0) * 0.4 * 0.1 ** (3 * rows / max(len(now), 2))
         spread = 10 ** (edits.noise_like(now, rng).clamp(-2, 0.5) - 0.3)  # from ratios of almost 1 to some of 5
@@ -292,8 +287,7 @@ class Probe(Measure):
     def as_policy(self, batch: Mapping[str, Any], roles: tuple[str, ...] = edits.SAMPLERS) -> edits.Batch:
         """The batch in which these roles are the policy's own log-probs."""
         keys = [self.step.roles[r] for r in roles if r in self.step.roles]
-        now = self.now()
-        return {**batch, **{k: now.to(batch[k].dtype).reshape(batch[k].shape) for k in keys}}
+        return {**batch, **{k: self.now().to(batch[k].dtype).reshape(batch[k].shape) for k in keys}}
 
     # --- what it may cost, and a copy ---------------------------------------------------------------------------------
 
@@ -316,10 +310,8 @@ class Probe(Measure):
         for name, p in self.step.model.named_parameters():
             for hook in (p._backward_hooks or {}).values():
                 copies[name].register_hook(hook)
-        return Probe(replace(
-            self.step, model=model, batch=edits.lifted(self.step.batch), precision=None, optimizer=None,
-            clipped=None, backward=None, update=None,
-        ))  # fmt: skip
+        without: dict[str, Any] = dict.fromkeys(("precision", "optimizer", "clipped", "backward", "update"))
+        return Probe(replace(self.step, model=model, batch=edits.lifted(self.step.batch), **without))
 
     # --- the whole audit ----------------------------------------------------------------------------------------------
 
@@ -352,8 +344,7 @@ class Probe(Measure):
                 several = isinstance(found, tuple | list) or (tensor and found.ndim == 2)
                 sides = [side.numel() for side in found if isinstance(side, Tensor)] if several else []
                 if "chosen" in step.roles and sides != [step.rows] * 2:
-                    one = f"shape ({step.rows},)"
-                    raise StepError(f"{what}: give two tensors of {one}, of the chosen and of the rejected answers.")
+                    raise StepError(f"{what}: give two tensors of shape ({step.rows},), chosen and rejected.")
                 if sides:
                     continue
             if not tensor:

@@ -24,8 +24,7 @@ from earnest_audit.errors import EarnestError
 HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 CONFIGS = ("config", "cfg")
 RANDOM = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-Rate = tuple[dict[str, Any], str, float]
-"""A dropout rate and where it belongs."""
+Rate = tuple[dict[str, Any], str, float]  # a dropout rate and where it belongs
 
 
 @contextmanager

@@ -14,6 +14,8 @@ if TYPE_CHECKING:  # rich is optional: it is imported only where a rich console 
 LawOutcome = Literal["holds", "fails", "warns", "not applicable", "not declared"]
 UNCHECKED = "could not be checked ("
 OUTCOMES: tuple[LawOutcome, ...] = ("holds", "fails", "warns", "not applicable", "not declared")
+Outcome = LawOutcome | bool
+"""True is "holds" and False "fails"."""
 
 
 class LawBroken(EarnestError):
@@ -135,10 +137,8 @@ class Verdict:
         return terminal.plain(self)
 
 
-def judged(
-    law: str, subject: str, measured: str, expected: str, outcome: LawOutcome | bool, meaning: str = ""
-) -> Finding:
-    """A row; True is "holds" and False "fails". What holds has no meaning."""
+def judged(law: str, subject: str, measured: str, expected: str, outcome: Outcome, meaning: str = "") -> Finding:
+    """A row; what holds has no meaning."""
     verdict: LawOutcome = outcome if isinstance(outcome, str) else ("holds" if outcome else "fails")
     return Finding(law, subject, measured, expected, verdict, "" if verdict == "holds" else meaning)
 
