@@ -168,6 +168,14 @@ def test_one_process_judges_a_script_and_writes_every_format(tmp_path: Path) -> 
     assert f"(`train.py:{line}`)" in (tmp_path / "r/m.md").read_text()
 
 
+def test_a_process_without_stdout_runs_the_script(tmp_path: Path) -> None:
+    path = script(tmp_path, STEP.format(step="sft_step", loss="sft_loss", value="loss"))
+    command = f"{sys.executable} -m earnest_audit --markdown m.md {path.name} >&-"
+    env = {"PYTHONPATH": ":".join(sys.path), "PATH": ""}
+    subprocess.run(["/bin/sh", "-c", command], cwd=tmp_path, check=False, stderr=subprocess.DEVNULL, env=env)
+    assert "AttributeError" not in (text := (tmp_path / "m.md").read_text()) and text.startswith("## ✅"), text
+
+
 @pytest.mark.parametrize(
     ("text", "code", "sentence"),
     [

@@ -16,7 +16,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from earnest_audit import LawBroken, Metric, Setting, Step, StepError, Verdict, audit
 from earnest_audit.errors import EarnestError
-from earnest_audit.laws import coverage, documents, inputs, likelihood, masks, on_policy, shadow
+from earnest_audit.laws import clipping, coverage, documents, inputs, likelihood, masks, on_policy, shadow
 from earnest_audit.verdict import Finding
 from tests.audit.steps import STEPS, Tiny, grpo_loss, most, policy_step, sft_loss, sft_step
 
@@ -230,6 +230,25 @@ def test_what_a_declared_function_gives_is_compared_once(wrong: str) -> None:
     with pytest.raises(StepError, match=sentence[wrong]):
         audit(replace(right, **{name: other}), laws=[])
     assert not audit(right, laws=[]).failures
+
+
+def test_a_loss_of_pairs_of_another_family_gives_two_answers() -> None:
+    assert not audit(replace(STEPS["preference"](), family="policy gradient"), laws=[]).failures
+
+
+def test_log_probs_without_a_graph_are_not_declared() -> None:
+    """Under no_grad or inference_mode no gradient goes through them, which is no fault of the loss."""
+    right = policy_step()
+    own: Any = right.logprobs
+
+    @torch.inference_mode()
+    def inside(model: nn.Module, batch: Mapping[str, Any]) -> Any:
+        return own(model, batch)
+
+    found = audit(replace(right, logprobs=inside), laws=[on_policy.LAW, clipping.LAW]).findings
+    assert not [str(f) for f in found if f.outcome == "fails"]
+    assert any(f.outcome == "not declared" and "with a graph" in f.meaning for f in found)
+    assert {f.subject: f.outcome for f in found}["clip: inside the clip range"] == "holds"
 
 
 def test_advantages_may_have_a_first_column_that_the_loss_cuts_off() -> None:

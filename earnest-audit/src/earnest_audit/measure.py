@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
 from earnest_audit.edits import Batch
+from earnest_audit.errors import Undeclared
 from earnest_audit.gradient import Gradient, nodes
 from earnest_audit.restore import calling, copied, empty_grads, put_back
 from earnest_audit.step import Loss, Step, StepError
@@ -152,7 +153,10 @@ class Measure:
         """What a declared function (``logprobs``, ``student``) gives for the model and this batch."""
         assert fn is not None
         self.cost += 1 if graph else 1 / 3
-        return self._called(fn, self.step.batch if batch is None else batch, graph, {})
+        found = self._called(fn, self.step.batch if batch is None else batch, graph, {})
+        if graph and isinstance(found, Tensor) and not found.requires_grad:
+            raise Undeclared("logprobs= and student= with a graph (without no_grad or inference_mode inside)")
+        return found
 
     def now(self) -> Tensor:
         """The policy's log-probs in this state (``step.logprobs``, no graph); edits of signals do not change them."""
@@ -161,7 +165,9 @@ class Measure:
     def slopes(self, roles: Sequence[str], batch: Mapping[str, Any], knobs: Inputs = None) -> Reading:
         """The loss with its derivatives by the parameters and by those of these inputs that are floats."""
         keys = {r: self.step.roles[r] for r in roles if r in self.step.roles}
-        leaves = {r: batch[k].detach().requires_grad_() for r, k in keys.items() if batch[k].is_floating_point()}
+        leaves = {
+            r: batch[k].detach().clone().requires_grad_() for r, k in keys.items() if batch[k].is_floating_point()
+        }
         self.cost += 1
         value, metrics = self.run({**batch, **{keys[r]: leaf for r, leaf in leaves.items()}}, knobs)
         found = self.differentiate(value, [*leaves.values(), *self.parameters.values()])

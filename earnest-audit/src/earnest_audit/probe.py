@@ -340,12 +340,12 @@ class Probe(Measure):
         for name, found in given.items():
             tensor = isinstance(found, Tensor)
             what = f"{name} gives a {f'tensor of shape {tuple(found.shape)}' if tensor else type(found).__name__}"
-            if name == "logprobs" and step.kind == "preference":
+            if name == "logprobs" and (step.kind == "preference" or "chosen" in step.roles):
                 several = isinstance(found, tuple | list) or (tensor and found.ndim == 2)
                 sides = [side.numel() for side in found if isinstance(side, Tensor)] if several else []
                 if "chosen" in step.roles and sides != [step.rows] * 2:
                     raise StepError(f"{what}: give two tensors of shape ({step.rows},), chosen and rejected.")
-                if sides:
+                if "chosen" in step.roles or (sides and not tensor):
                     continue
             if not tensor:
                 raise StepError(f"{what}: give a tensor.")

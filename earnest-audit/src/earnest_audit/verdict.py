@@ -110,7 +110,8 @@ class Verdict:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON for machines (verdict.json)."""
-        return {"holds": self.holds, "counts": self.counts, **asdict(self)}
+        found = {**asdict(self), "notes": list(self.notes), "findings": [asdict(f) for f in self.findings]}
+        return {"title": self.title, "holds": self.holds, "counts": self.counts, **found}
 
     def __add__(self, other: Verdict) -> Verdict:
         notes = tuple(dict.fromkeys(self.notes + other.notes))

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from earnest_audit import Step, audit
 from earnest_audit.laws import shadow
-from tests.audit.steps import Tiny, dpo_step, logprobs, policy_step, sft_loss, sft_step
+from tests.audit.steps import Tiny, dpo_step, logprobs, policy_step, sequence_logprobs, sft_loss, sft_step
 
 
 def shadowed(change: Callable[[Any], Any], loss: Any = sft_loss) -> list[str]:
@@ -142,3 +142,20 @@ def test_ratios_that_overflow() -> None:
     assert outcome(lambda x, a: x.sigmoid() * a) == "holds"
     assert outcome(lambda x, a: torch.minimum(x.exp() * a, x.exp().clamp(0.8, 1.2) * a)) == "holds"
     assert outcome(lambda x, a: x.exp() * a) == "not applicable"  # no fp32 number is as large
+
+
+def test_the_margins_at_which_float64_overflows_leave_the_budget_for_the_last_one() -> None:
+    """SimPO in 16 bits, with few declarations: of three margins only the smallest is one that float64 can follow."""
+
+    def of(stable: bool) -> str:
+        def loss(model: nn.Module, batch: Any) -> Tensor:
+            x = 2.0 * (sequence_logprobs(model, batch)[0] - sequence_logprobs(model, batch)[1])
+            return -(F.logsigmoid(x) if stable else torch.log(torch.sigmoid(x))).mean()
+
+        given = dpo_step(dtype=torch.bfloat16)
+        roles = {r: k for r, k in given.roles.items() if "reference" not in r}
+        batch = {k: v for k, v in given.batch.items() if not k.startswith("ref_")}
+        found = audit(Step(given.model, loss, batch, roles, logprobs=sequence_logprobs)).findings
+        return {f.subject: f.outcome for f in found}["far margins"]
+
+    assert (of(True), of(False)) == ("holds", "fails")

@@ -110,6 +110,25 @@ def test_sparse_gradients_are_read_and_handed_on(frozen: bool) -> None:
     assert not alone.errors and not alone.failures, str(alone)
 
 
+def test_the_small_step_without_an_optimizer_leaves_a_small_parameter_its_sign() -> None:
+    """A variance of 5e-4 under a root, beside a LoRA whose A waits for the second step."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Parameter(torch.full((2, 4), 0.1)), nn.Parameter(torch.zeros(4, 2))
+            self.variance = nn.Parameter(torch.tensor(5e-4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return (x + x @ self.a.T @ self.b.T) * (1 + self.variance.sqrt())
+
+    def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        return model(batch["x"]).square().mean()
+
+    rows = audit(Step(Scaled(), loss, {"x": torch.arange(12.0).reshape(3, 4) / 12}), laws=[liveness.LAW])
+    assert not rows.failures, str(rows)
+
+
 def test_no_optimizers_together_say_so() -> None:
     with pytest.raises(ValueError, match="holds no optimizer"):
         Together()

@@ -173,7 +173,8 @@ def after_clip(model: nn.Module) -> float:
 def test_a_norm_of_a_part_is_seen() -> None:
     assert failed(run(norm=local)) == {"grad_norm"}
     factors = iter([1e3] + [1.0] * 99)
-    assert failed(run(norm=lambda m: next(factors) * local(m))) == {"grad_norm"}, "short in all looks but one"
+    often = run(norm=lambda m: next(factors) * local(m))
+    assert [f.subject for f in often.warnings] == ["grad_norm"], "short in all looks but one: it may be a mean"
     assert run(norm=lambda m: float(nn.utils.clip_grad_norm_(m.parameters(), 0.1))).holds
     assert run(norm=after_clip).holds, "the norm after a clip is constant, legitimately"
 

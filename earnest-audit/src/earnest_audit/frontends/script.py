@@ -13,7 +13,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import replace
 from functools import wraps
 from importlib.abc import MetaPathFinder
@@ -84,15 +84,17 @@ def audit_script(
 @contextmanager
 def on_stderr() -> Iterator[None]:
     """Inside, what is printed goes to stderr, also what child processes and code that is not Python print."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    try:
-        os.dup2(2, 1)
-        with redirect_stdout(sys.stderr):
+    kept = None
+    with redirect_stdout(sys.stderr):
+        try:
+            with suppress(OSError):  # a process without stdout
+                kept = os.dup(1)
+                os.dup2(2, 1)
             yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
+        finally:
+            if kept is not None:
+                os.dup2(kept, 1)
+                os.close(kept)
 
 
 def _stopped(path: Path, end: BaseException | None, collected: Collected) -> Finding:

@@ -35,17 +35,19 @@ from earnest_audit.step import Step
 DONE, UNDONE = 0.7, 0.1
 INSIDE = 0.3  # of the usual gradient: soft clips fade inside their range, a lost sign or a wrong bound is at 0
 MEANING = (
-    "(Relative to the gradient at ratio 1.) A bound is wrong on one side, or minimum and maximum are swapped; the "
-    "ratio is of other log-probs than the declared ones (a temperature, a shift); or advantages are clamped, or one "
-    "sign is dropped. (For a threshold that removes whole rows declare drops_tokens=True.)"
+    "Measured is these tokens' gradient relative to the one at ratio 1: the least one, or past the bound that their "
+    "advantage rewards the largest. A bound is wrong on one side, or minimum and maximum are swapped; the ratio is of "
+    "other log-probs than the declared ones (a temperature, a shift); or advantages are clamped, or one sign is "
+    "dropped. (For a threshold that removes whole rows declare drops_tokens=True.)"
 )
 PRODUCT = 0.75  # the power of one token's ratio in the others' weights: 1 in a product, 1/n in a mean, 0 of tokens
 
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    epsilon = {step.kinds[n]: v for n in reversed(step.clips) if 0 < (v := step.numbers[n]) < 1}
-    low, high = epsilon.get("clip"), epsilon.get("clip high", epsilon.get("clip"))  # below and above
+    ranges = [(step.kinds[n], step.numbers[n]) for n in step.clips if 0 < step.numbers[n] < 1]
+    low = next((v for kind, v in ranges if kind == "clip"), None)
+    high = next((v for kind, v in ranges if kind == "clip high"), low)
     if not step.knobs:
         raise Ends(LAW.not_declared("clip", 'settings={name: Setting(value, "clip")}, if the loss clips the ratio,'))
     if low is None or high is None:

@@ -175,7 +175,8 @@ def _by_trial(probe: Probe, sure: Tensor, aside: str) -> Finding:
     ends = [(row, sure[row].nonzero()[:, 0] - sure.shape[1]) for row in sure.any(-1).nonzero()[:ROWS, 0].tolist()]
     samples = [("first", ends[0][0], ends[0][1][0]), *(("last", row, places[-1]) for row, places in ends)]
     found: dict[str, bool] = {}
-    for what, row, place in samples if probe.afford(2 * len(samples), keep=9.0) else samples[:1]:  # for later laws
+    samples = samples if probe.afford(2 * len(samples), keep=9.0) else samples[:1]  # the rest is for later laws
+    for what, row, place in samples:
         keep = sure.new_zeros(len(sure), width)
         keep[row, place] = True  # from the right, where all masks are aligned
         with probe.may_refuse(POSITIONS, "one token alone cannot be run"):

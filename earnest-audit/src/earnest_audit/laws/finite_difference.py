@@ -50,8 +50,10 @@ def check(probe: Probe) -> Rows:
     # A divergence whose teacher is no input has it made in the step, under a detach as a rule.
     given = step.kind in ("preference", "sft") or (step.kind == "divergence" and "teacher" in step.roles)
     if not (given or step.value_is_loss):
-        what = "value_is_loss=True, or False where factors are detached by design (REINFORCE, a teacher, a weight),"
-        raise Ends(LAW.not_declared(step.name, what))
+        raise Ends(LAW.not_declared(
+            step.name, "value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
+            "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight),",
+        ))  # fmt: skip
     with probe.perturbed():
         exact = _exact(probe)
         if exact is None and probe.coarse:

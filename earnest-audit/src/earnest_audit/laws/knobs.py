@@ -13,7 +13,7 @@ chunks), verl-recipe #151 (an end of β that is clamped)
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import combinations
@@ -145,16 +145,20 @@ def _trials(
         yield from (("", batch, 1.5 * value) for batch in _beside(probe, base, value, rows=False))
         others = others[::-1] if value < 0.01 else others  # the far end first
     opposite = probe.kept("off-policy, opposite", lambda: edits.opposite(step, base) or {})
-    signs, mild, beside = (base, opposite) if opposite else (base,), others[:2], _beside(probe, base, value)
-    trials = [("", signs, mild), ("", beside if clip else (), mild), ("", signs, others[2:])]
+    signs, mild = (base, opposite) if opposite else (base,), others[:2]
+    trials: list[tuple[str, Iterable[edits.Batch], list[Any]]] = [("", signs, mild)]
+    trials += [("", _beside(probe, base, value), mild)] if clip else []
+    trials.append(("", signs, others[2:]))
     if not at_one:
-        extreme = [math.copysign(max(1e6 * abs(value), 1e3), value), 1e-6 * value] if isinstance(value, float) else []
+        high, low = (
+            ([math.copysign(max(1e6 * abs(value), 1e3), value)], [1e-6 * value]) if type(value) is float else ([], [])
+        )
         if step.kinds.get(knob) == "target":
-            extreme = [-value, -1e3]  # a hinge whose every pair is active
+            high, low = [-value, -1e3], []  # a hinge whose every pair is active
         references = [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]
         distant = (far(step, base, references, 30.0, odd) for odd in (0, 1) if references)
-        trials.append((", far beyond,", (base,), extreme))
-        trials.append((" with ratios of whole rows beside it", () if clip else beside, mild))
+        trials += [(", far beyond,", (base,), high), (", far below,", (base,), low)]
+        trials += [] if clip else [(" with ratios of whole rows beside it", _beside(probe, base, value), mild)]
         trials.append((" with far references", distant, mild))
     for how, batches, values in trials:
         yield from ((how, batch, other) for batch in batches for other in values)
@@ -165,12 +169,14 @@ def _beside(probe: Probe, base: edits.Batch, value: Any, rows: bool = True) -> I
     step = probe.step
     if step.ratio_role not in step.roles or step.logprobs is None:
         return
-    high, now = 1 + 1.25 * value if isinstance(value, float) and 0 < value < 1 else math.e**0.25, probe.now()
-    shared = edits.taken(step, now, base) if rows else None
-    for odd in (0, 1):
+
+    def ratios(odd: int) -> edits.Batch:
+        high, now = 1 + 1.25 * value if isinstance(value, float) and 0 < value < 1 else math.e**0.25, probe.now()
         turns = [(high, 1 / high)[(row + odd) % 2] for row in range(len(now))]
-        batch = at_ratios(probe, probe.as_policy(base), turns, shared)[0]
-        yield probe.kept(f"ratios beside {value}, {odd}, {rows}", partial(dict, batch))
+        return at_ratios(probe, probe.as_policy(base), turns, edits.taken(step, now, base) if rows else None)[0]
+
+    for odd in (0, 1):
+        yield probe.kept(f"ratios beside {value}, {odd}, {rows}", partial(ratios, odd))
 
 
 def _in_other_modes(probe: Probe, base: edits.Batch, knob: str, value: Any) -> str | None:

@@ -28,7 +28,7 @@ from earnest_audit.law import Law, Rows
 from earnest_audit.laws.arrival import SHARE, after_warmup, arrival
 from earnest_audit.precision import is_coarse
 from earnest_audit.probe import Probe
-from earnest_audit.restore import observed
+from earnest_audit.restore import observed, perturbation_sizes
 from earnest_audit.step import Step
 from earnest_audit.verdict import Finding
 
@@ -61,7 +61,8 @@ def _judged(probe: Probe, first: Gradient, terms: list[Finding]) -> Rows:
     owned = None if step.optimizer is None else [p for g in step.optimizer.param_groups for p in g["params"]]
     yield _same_set(
         probe, "the optimizer's parameters", owned, "optimizer=…",
-        "It is older than an adapter or a layer, or lacks a group. Several optimizers are given as a list.",
+        "It was built before an adapter was attached or a layer replaced, a group was forgotten, or given twice. "
+        "Several optimizers are given as a list.",
     )  # fmt: skip
     yield _same_set(
         probe, "the clipped parameters", step.clipped, "clipped=[…], what clip_grad_norm_ is given,",
@@ -137,10 +138,11 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     yield LAW.finding(
         f"{len(names)} trainable parameters",
         f"{len(alive)} got a gradient within {STEPS} steps" + (f", {idle} idle" if idle else "")
-        + (f"; {some(offset)} cancels in every pair" if offset and pairs else ""),
+        + (f"; {some(offset)} cancels in every pair and trains nothing" if offset and pairs else ""),
         "all but those that may idle" if step.may_idle or heads else "all", not dead,
-        f"No gradient reaches {some(dead)}: a detach, a bypass, checkpointing that cuts the graph, or two factors that "
-        'are both 0. Declare what idles by design (an expert without a token): may_idle=("*.experts.*",).',
+        f"No gradient reaches {some(dead)}: a detach, a bypass, checkpointing that cuts the graph, two factors of 0, "
+        "or a learning rate of 0. Declare what idles by design (experts without a token, a bias that cancels): "
+        'may_idle=("*.experts.*", "head.bias").',
     )  # fmt: skip
     still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and n in alive]
     lost = ([] if pairs else offset) + [n for n in still if n in zero and step.optimizer is not None]
@@ -206,8 +208,11 @@ def _update(probe: Probe, parts: Mapping[str, Tensor | None]) -> None:
         return
     if step.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(owned if step.clipped is None else step.clipped, step.max_grad_norm)
-    if owned:  # without an optimizer: a small step of our own, only to leave the initial state
-        optimizer = step.optimizer or torch.optim.Rprop(owned, lr=1e-3)
+    optimizer = step.optimizer
+    if optimizer is None and owned:  # a small step of our own, only to leave the initial state
+        sizes = zip(owned, perturbation_sizes(owned, 1e-3), strict=True)
+        optimizer = torch.optim.Rprop([{"params": [p], "lr": size} for p, size in sizes])
+    if optimizer is not None:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
 

@@ -1,7 +1,8 @@
 """MI: Signals where no loss is taken, ids under padding, more padding and rows without a supervised token do not
 matter.
 
-Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest
+Needs: roles mask or labels, or chosen_mask and rejected_mask; ids and the attention masks for the rest (where no mask
+is declared, an attention mask with padding is enough for more padding)
 How: Each is changed or added; the gradient must stay the same within the step's own resolution. More padding is judged
 in the tensors of wide, or in those that are guessed from their widths. Padding after a row that is attended to may
 change the gradient by a factor only, in a model that does not look ahead.
@@ -39,7 +40,7 @@ TEXTS = (("ids", "attention"), *((s, f"{s}_attention") for s in edits.SIDES))
 
 def check(probe: Probe) -> Rows:
     step = probe.step
-    paired = all(s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
+    paired = any(s in step.roles and {f"{s}_mask", f"{s}_attention"} & step.roles.keys() for s in edits.SIDES)
     if edits.supervised(step) is None and not paired:
         what = '{"chosen_mask": …, "rejected_mask": …}' if step.kind == "preference" else '{"mask": …} or {"labels": …}'
         yield LAW.not_declared("masks", f"roles={what}")

@@ -141,10 +141,11 @@ def _unchanged(probe: Probe) -> Rows:
     room = max(1e-3, probe.tolerance, rounded)  # log-probs that are stored in 16 bits
     for name, m in probe.metrics.items():
         if m.neutral is not None and name in found:
-            row = LAW.agrees(
-                f"metric {name}, policy unchanged", abs(found[name] - m.neutral), room,
-                "Before any update log-probs are recomputed differently (temperature, shift), or the metric is another "
-                "quantity under this name.", f"{found[name]:.4g}, and off {m.neutral:g} by {{}}",
+            row = LAW.finding(
+                f"metric {name}, policy unchanged", f"{found[name]:.4g}", f"{m.neutral:g}, up to {room:.1g}",
+                abs(found[name] - m.neutral) <= room,
+                f"For the policy that sampled, {name} has to be {m.neutral:g}: log-probs are recomputed differently "
+                "(temperature, shift), or the metric is another quantity under this name.",
             )  # fmt: skip
             yield LAW.doubtful(row) if "neutral" in m.unsure else row
 

@@ -136,8 +136,9 @@ def _margin(probe: Probe, part: Part) -> Rows:
         way = f"logprobs= in the unit that the loss compares ({', '.join(fits)})"
         yield LAW.not_declared(ALIKE, way) if fits and "" not in fits else LAW.agrees(
             ALIKE, 1 - abs(alike[""]), room,
-            "Pairs of one margin weigh differently: the reference has the wrong sign, side or normaliser, or pairs "
-            "have weights (declare the role weights, or value_is_loss=False); or single answers have (pairwise=False).",
+            "Pairs of one margin weigh differently: the reference has the wrong sign, side or normaliser; pairs have "
+            "weights of their own (declare the role weights, or value_is_loss=False where the loss makes them); or "
+            "each answer is weighed by itself (pairwise=False).",
             "cosine 1 - {} between ∇L and the plain sum over pairs",
         )  # fmt: skip
 

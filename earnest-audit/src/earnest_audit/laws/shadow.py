@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from earnest_audit import edits
-from earnest_audit.law import Ends, Law, Rows
+from earnest_audit.law import Law, Rows
 from earnest_audit.laws.finite_difference import float64_copy
 from earnest_audit.laws.inputs import far
 from earnest_audit.laws.pairs import can_be_swapped, swapped
@@ -49,11 +49,14 @@ def check(probe: Probe) -> Rows:
         batch = probe.off_policy()
     yield _compare(probe, "the batch", batch)
     looked = step.logprobs is not None or step.student is not None
-    LAW.needs(probe.afford(11 / 3 if looked else 8 / 3, keep=0), CONFIDENT, SPENT)  # gradients, and looks at log-probs
-    if (head := _head(probe)) is None:
-        raise Ends(LAW.not_applicable(CONFIDENT, "no matrix to scale up"))
+    enough = probe.afford(11 / 3 if looked else 8 / 3, keep=0)  # gradients, and looks at log-probs
+    paired = step.kind == "preference" and "chosen" in step.roles
+    if not enough or (head := _head(probe)) is None:
+        why = "no matrix to scale up" if enough else SPENT
+        yield from (LAW.not_applicable(state, why) for state in (CONFIDENT, *([FAR_MARGINS] if paired else [])))
+        return
     yield from probe.tried({CONFIDENT: _confident(probe, head)})
-    if step.kind == "preference" and "chosen" in step.roles:
+    if paired:
         with probe.may_refuse(FAR_MARGINS):
             yield _far_margins(probe, head)
 
@@ -73,7 +76,7 @@ def _confident(probe: Probe, head: Tensor) -> Rows:
         for role in given:
             old: Tensor = batch[step.roles[role]]
             fits = isinstance(now, Tensor) and now.numel() == old.numel()
-            LAW.needs(fits, CONFIDENT, f"the {role}'s log-probs belong to the policy as it is")
+            LAW.needs(fits, CONFIDENT, f"the {role}'s log-probs cannot follow: no logprobs, or in another shape")
             less = edits.noise_like(now, edits.generator(step, 83)).abs() * (0.5 if role == "reference" else 0.05)
             batch[step.roles[role]] = (now.detach() - less).clamp(max=-1e-6).reshape(old.shape).to(old.dtype)
     yield _compare(probe, CONFIDENT, batch, head, factor)
@@ -106,8 +109,10 @@ def _far_margins(probe: Probe, head: Tensor) -> Finding:
     gap = max((chosen - rejected).flatten().tolist(), key=abs) / SHARPEN or 1e-6
     batch = swapped(step, step.batch) if gap > 0 else dict(step.batch)
     for factor in (margin / abs(gap) for margin in MARGINS if probe.afford(7 / 3, keep=0)):
-        row = _compare(probe, FAR_MARGINS, batch, head, factor)
-        if row.measured != INFINITE:
+        probe.cost += 1 / 3  # a look, since a gradient of each would spend the budget
+        with probe.perturbed(), _scaled(head, factor):
+            loss = probe.twin().look(edits.lifted(batch)).loss
+        if math.isfinite(loss) and (row := _compare(probe, FAR_MARGINS, batch, head, factor)).measured != INFINITE:
             return row
     return LAW.not_applicable(FAR_MARGINS, f"{SPENT}, or float64 is not finite either")
 
@@ -169,8 +174,9 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
         "The gradient is lost to rounding or overflow: log(softmax(x)), log(sigmoid(x)), log(1 - p), an eps that is 0 "
         "in this dtype, a sum in 16 bits. Sum in fp32; use log_softmax, logsigmoid, log1mexp.", "float64 differs by {}",
     ))  # fmt: skip
-    left = mine.finite() and mine.norm() >= SHARE * theirs.norm() and ALONG <= mine.best_scale(theirs) <= 1 / ALONG
-    return LAW.doubtful(row) if left and not usual else row
+    lost = not mine.finite() or mine.norm() < SHARE * theirs.norm()
+    turned = not ALONG <= mine.best_scale(theirs) <= 1 / ALONG
+    return row if usual or lost or turned else LAW.doubtful(row)
 
 
 def _head(probe: Probe) -> Tensor | None:

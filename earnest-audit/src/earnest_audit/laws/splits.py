@@ -130,13 +130,13 @@ def _terms_off(probe: Probe) -> list[str] | None:
     """The weights of declared terms ("" for what is left without them) that by themselves are no sum of their parts;
     None where they cannot be evaluated one by one."""
     found: dict[str, bool] = {}
-    for part in parts(probe, *probe.step.terms_off):
+    for part in parts(probe, *(k for k in probe.step.terms_off if not probe.step.pure.get(k))):
         try:
             size = part.gradient(probe, None).norm()
             room = probe.tolerance * max(1.0, part.scale(probe, None) / max(size, 1e-300))
             if room < 0.5:  # else too little remains of the loss here to judge
                 cut = _cut(probe, probe.step, part)
-                found[part.term] = size == 0 or (cut is not None and cut.within(room))
+                found[part.term] = cut is not None and cut.within(room)
         except Exception:
             return None
     return [term for term, holds in found.items() if not holds] if len(found) > 1 else None
@@ -146,16 +146,17 @@ def _even(probe: Probe) -> Span | None:
     """The cut of the rows with equally many tokens each; None where the loss refuses them, or trains on none."""
     with suppress(Exception):  # the cut of the original rows reports what the loss refuses
         batch = edits.even(probe.step)
-        return None if batch is None else _cut(probe, replace(probe.step, batch=batch))
+        found = None if batch is None else _cut(probe, replace(probe.step, batch=batch))
+        return None if found is None or found.alpha == found.beta == found.rest == 0 else found
     return None
 
 
 def _cut(probe: Probe, step: Step, part: Part = ALL) -> Span | None:
-    """The rows' gradient as a combination of that of a third of them and that of the others; None where it is 0, or one
-    of those is not finite."""
+    """The rows' gradient as a combination of that of a third of them and that of the others; None where one of those
+    is not finite."""
     third, rows, whole = max(1, step.rows // 3), torch.arange(step.rows), part.gradient(probe, step.batch)
     pieces = [part.gradient(probe, edits.take_rows(step, some)) for some in (rows[:third], rows[third:])]
-    return span(whole, *pieces) if whole.norm() > 0 and all(p.finite() for p in pieces) else None
+    return span(whole, *pieces) if all(p.finite() for p in pieces) else None
 
 
 LAW = Law("SE", "splits", __doc__, check, quick=False, perturbed=True)

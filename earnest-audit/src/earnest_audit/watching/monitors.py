@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from earnest_audit.laws.liveness import some
 from earnest_audit.limits import ENOUGH, MANY
-from earnest_audit.verdict import Finding, judged
+from earnest_audit.verdict import Finding, LawOutcome, judged
 
 FEW = 3  # parameters that are compared
 SAMPLE = 4096  # entries of a parameter that are compared
@@ -230,7 +230,7 @@ class Norm:
     given."""
 
     short: Streak = field(default_factory=Streak)
-    ratio: float = 0.0  # the largest logged / handed
+    ratio: float = 0.0  # the largest logged / handed where it is short
     logged: float | None = None  # of the update that is about to be made
 
     def look(self, optimizer: torch.optim.Optimizer) -> None:
@@ -242,17 +242,19 @@ class Norm:
         handed = math.sqrt(sum(float(torch.linalg.vector_norm(values(g).float())) ** 2 for g in grads))
         if handed == 0 or not math.isfinite(handed):
             return
-        self.ratio = max(self.ratio, logged / handed)
         self.short.see(logged < SLACK * handed)
+        if logged < SLACK * handed:
+            self.ratio = max(self.ratio, logged / handed)
 
     def findings(self) -> Iterator[Finding]:
         if self.short.looks >= SURE:
+            often: LawOutcome | bool = "warns" if self.short.good else False  # a mean of several updates lags behind
             yield judged(
                 "MR", "grad_norm", f"below what the optimizer is given in {self.short.looks - self.short.good} of "
                 f"{self.short.looks} looks, at most {self.ratio:.2g} of it", f"≥ {SLACK:g} in most looks",
-                2 * self.short.good >= self.short.looks,
+                2 * self.short.good >= self.short.looks or often,
                 "The norm that is logged, and perhaps clipped by, is that of a part: one rank's shard, one group, or "
-                "the last micro-batch.",
+                "the last micro-batch; or it is a mean of several updates whose norms rise.",
             )  # fmt: skip
 
 
