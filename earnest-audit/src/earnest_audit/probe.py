@@ -53,9 +53,6 @@ class Probe(Measure):
         super().__init__(step)
         self.notes: tuple[str, ...] = ()
         self._describe = describe or (lambda step, _: step.facts)
-        self._floor: float | None = None
-        self._noise: float | None = None
-        self._random: bool | None = None
         self.dropout: list[tuple[dict[str, Any], str, float]] = []  # of the model, switched off while the audit runs
 
     @cached_property
@@ -71,12 +68,12 @@ class Probe(Measure):
         for found in changes:
             if self.is_change(found[0]):
                 break
-        expected = "above the step's noise" if self.noise() else "above 0"
+        expected = "above the step's noise" if self.noise else "above 0"
         measured = f"changing it moved the gradient by {found[0]:.2g}{found[1]}"
         return self.law.finding(subject, measured, expected, self.is_change(found[0]), meaning)
 
     def is_change(self, change: float) -> bool:
-        return change > 4 * self.noise()
+        return change > 4 * self.noise
 
     def same(self, subject: str, change: float, meaning: str, *, rows: bool = False, room: float | None = None,
              what: str = "moved the gradient by {}") -> Finding:  # fmt: skip
@@ -135,7 +132,7 @@ class Probe(Measure):
 
     def fair(self, finding: Finding) -> Finding:
         """For edits that reorder or resize rows: a failure of a random step is not judged."""
-        return self.redrawn(finding.subject) if finding.outcome == "fails" and self.random() else finding
+        return self.redrawn(finding.subject) if finding.outcome == "fails" and self.random else finding
 
     def redrawn(self, subject: str) -> Finding:
         why = "The loss differs between two seeds: edited rows, or a copy, get other draws."
@@ -143,36 +140,29 @@ class Probe(Measure):
 
     # --- resolution ---------------------------------------------------------------------------------------------------
 
+    @cached_property
     def noise(self) -> float:
         """Relative change of the gradient when nothing at all changes: 0 for a deterministic step."""
-        if self._noise is None:
-            again = self.read(dict(self.step.batch)).gradient  # a copy, so that it is really run again
-            self._noise = self.gradient().distance(again)
-            if self._noise > self.coarsest:
-                self.notes += (f"the loss is not repeatable: the same call moves its gradient by {self._noise:.2g}",)
-        return self._noise
+        again = self.read(dict(self.step.batch)).gradient  # a copy, so that it is really run again
+        if (noise := self.gradient().distance(again)) > self.coarsest:
+            self.notes += (f"the loss is not repeatable: the same call moves its gradient by {noise:.2g}",)
+        return noise
 
+    @cached_property
     def random(self) -> bool:
         """Whether the loss differs between two seeds (dropout is off): then other rows get other draws."""
-        if self._random is None:
-            here = self.look().loss
-            with replaced(self.step, {"seed": self.step.seed + 1}):
-                there = self.look(dict(self.step.batch)).loss
-            self._random = abs(here - there) > 4 * self.noise() * max(abs(here), abs(there))
-        return self._random
+        here = self.look().loss
+        with replaced(self.step, {"seed": self.step.seed + 1}):
+            there = self.look(dict(self.step.batch)).loss
+        return abs(here - there) > 4 * self.noise * max(abs(here), abs(there))
 
+    @cached_property
     def floor(self) -> float:
         """Relative change of the gradient when every parameter moves by one unit in the last place."""
-        if self._floor is None:
-            before = self.gradient()
-            floor = self.coarsest if self.coarse else 4 * self.coarsest
-            with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
-                after = self.gradient()
-            self._floor = max(before.distance(after), self.noise(), floor)
-            if self.tolerance > LOOSE and not self.coarse:
-                why = "one unit in the last place of the parameters moves the gradient by"
-                self.notes += (f"{why} {self._floor:.2g}: gradients count as equal up to {self.tolerance:.2g}",)
-        return self._floor
+        before, least = self.gradient(), self.coarsest if self.coarse else 4 * self.coarsest
+        with self.moved("nudged", lambda p, noise: p.detach().abs() * self._eps(p) * noise.sign()):
+            after = self.gradient()
+        return max(before.distance(after), self.noise, least)
 
     @property
     def coarsest(self) -> float:
@@ -203,10 +193,14 @@ class Probe(Measure):
             self.notes += (f"its modules compute in {name}, and the tolerances are those of {name}",)
         return found
 
-    @property
+    @cached_property
     def tolerance(self) -> float:
         """What two gradients that ought to be equal may differ by, relatively."""
-        return min(0.5, (8 if self.coarse else 16) * self.floor())
+        room = min(0.5, (8 if self.coarse else 16) * self.floor)
+        if room > LOOSE and not self.coarse:
+            why = f"one unit in the last place of the parameters moves the gradient by {self.floor:.2g}"
+            self.notes += (f"{why}: gradients count as equal up to {room:.2g}",)
+        return room
 
     @property
     def value_room(self) -> float:

@@ -61,7 +61,7 @@ def rows_elsewhere(probe: Probe) -> bool:
         order = torch.arange(step.rows).roll(1)
         if step.rows < 2 or probe.change(edits.take_rows(step, order)) <= CLOSE:
             return False
-        return any(probe.change(other) <= CLOSE for other in _others(step, order)) and not probe.random()
+        return any(probe.change(other) <= CLOSE for other in _others(step, order)) and not probe.random
     return False
 
 

@@ -117,7 +117,7 @@ def _with_dropout(probe: Probe) -> Rows:
     if (off := _off(found)) > NEAR:
         # A step with a detach by design (DoRA's norm) is off without dropout too, and about as much.
         without = _off(slopes(probe, batch, probe.gradient(batch)))
-        own = not probe.random() and without <= off / 4
+        own = not probe.random and without <= off / 4
         LAW.needs(own, DROPOUT, "not a matter of dropout", "It is off without, or the step is random.")
     yield _judged(
         DROPOUT, found,

@@ -84,7 +84,7 @@ def _far_values(probe: Probe, base: edits.Batch) -> Rows:
     if math.isfinite(one) and math.isfinite(two):
         yield LAW.finding(
             f"input values ({key}), far away", f"the loss is {one:.4g} with one set, {two:.4g} with another",
-            "not the same", abs(two - one) > 4 * probe.noise() * abs(one),
+            "not the same", abs(two - one) > 4 * probe.noise * abs(one),
             "Old values that are a thousand times too large do not matter: the smaller of the plain and the clipped "
             "value error counts. With that minimum, values that went the wrong way are never corrected.",
         )  # fmt: skip

@@ -151,7 +151,7 @@ def _compare(probe: Probe, what: str, batch: edits.Batch, head: Tensor | None = 
             shadow = float64_copy(probe) if usual else probe.twin()
             lifted, spent = shadow.off_policy() if usual else edits.lifted(batch), shadow.cost
             theirs = shadow.gradient(lifted)
-    room, own = min(0.5, max(0.0 if usual else LOST, units * probe.floor())), 0.0
+    room, own = min(0.5, max(0.0 if usual else LOST, units * probe.floor)), 0.0
     change = mine.distance(theirs)
     if room < change and mine.finite() and theirs.norm() > 0:
         # A worse conditioned state? What a unit in the model's own last place does to the exact gradient.

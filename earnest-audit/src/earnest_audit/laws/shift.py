@@ -127,7 +127,7 @@ def _leak(probe: Probe) -> tuple[float, bool]:
             other = edits.other_ids(step, ids, target)
             with embedded(step.model, other, ids) as held:
                 there = probe.look({**batch, key: other}, off).loss
-            if held and abs(there - here) > 4 * probe.noise() * max(abs(there), abs(here)):
+            if held and abs(there - here) > 4 * probe.noise * max(abs(there), abs(here)):
                 return _moved(probe, batch, target, lambda change: change <= probe.value_room), ahead == 0
     return 0.0, False
 

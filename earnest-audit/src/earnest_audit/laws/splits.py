@@ -64,7 +64,7 @@ def _rows(probe: Probe) -> Rows:
     if holds:
         measured = f"{factor:.3g}× the same up to {rest:.2g}"
         yield LAW.finding("permuted, and every row twice", measured, EXPECTED[step.reduction], True)
-    elif probe.random():
+    elif probe.random:
         raise Ends(probe.redrawn("permuted, repeated or cut rows"))
     else:  # one at a time, to find which
         yield from probe.tried({PERMUTED: _order(probe, order), TWICE: _twice(probe, whole)})
