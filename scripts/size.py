@@ -34,8 +34,8 @@ LATER = {
     r"|names|pytest_plugin|reports)",
 }
 """Capability → its modules, as paths below src/earnest or earnest_audit without ``.py``."""
-FRONTS = r"audit/((frontends|watching)/.*|(watch|pulse|updates|signals|callback|trainers|script)\.py)"
-"""The audit's modules that watch runs or meet users where they work, of both editions."""
+FRONTS = r"audit/((frontends|watching)/.*|(watch|pulse|updates|signals|callback|trainers|script|(laws/)?__main__)\.py)"
+"""The audit's modules that watch runs, meet users where they work or print, of both editions."""
 SHARED = r"audit/(errors|lazy|version)\.py"
 """The audit's modules that all of earnest imports, because earnest-audit is installed without earnest; in the first
 edition the errors were a file of earnest."""
