@@ -131,14 +131,17 @@ def _text(probe: Probe, base: edits.Batch, role: str) -> Rows:
 
 
 def _context(step: Step, role: str, ids: Tensor) -> Tensor:
-    """The real tokens that are no target, where a target follows in the row; none where targets are not known."""
+    """The real tokens before a target of their row or document, without targets; none where those are not known."""
     paired = role in edits.SIDES
     on = step.value(f"{role}_mask") if paired else edits.supervised(step)
     wide = edits.widened(on != 0, ids.shape[1]) if on is not None and on.ndim == 2 and len(on) == len(ids) else None
     if wide is None:
         return torch.zeros_like(ids, dtype=torch.bool)
     target = torch.nn.functional.pad(wide, (1, -1)) if edits.ahead(step) else wide
-    context = ~target & (target.flip(-1).cumsum(-1).flip(-1) > 0)
+    follows = torch.ones_like(wide[:1, :, None] | wide[:1, None, :]).triu()
+    if (documents := step.value("documents")) is not None and documents.shape == ids.shape:
+        follows = follows & (documents[:, :, None] == documents[:, None, :])
+    context = ~target & (follows & target[:, None, :]).any(-1)
     shown = step.value(f"{role}_attention" if paired else "attention")
     return context & (shown != 0) if shown is not None and shown.shape == ids.shape else context
 
