@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import Tensor
 from earnest.signals.advantages import Estimator, advantages
 from earnest_audit import (
     AdvantageEstimator,
+    SubjectError,
     Verdict,
     audit,
 )
@@ -348,3 +350,42 @@ def test_advantages_with_the_usual_constants_hold(constant: float, seed: int) ->
     assert audit(AdvantageEstimator(grouped, "free", seed=seed)).holds
     leaky = audit(AdvantageEstimator(lambda r, g: grouped(r, g, 0.01), "free", seed=seed))
     assert "shift of one group" in {f.subject for f in leaky.failures}
+
+
+@pytest.mark.parametrize("values", [(0.1, 0.7), (Fraction(0), Fraction(1, 3)), {0.0: "wrong", 1.0: "right"}.keys()])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_values_are_numbers_of_any_kind_in_any_default_dtype(dtype: torch.dtype, values: Any) -> None:
+    torch.set_default_dtype(dtype)
+    try:
+        right = audit(AdvantageEstimator(standardised(1e-4), "free", values=values))
+        leaky = AdvantageEstimator(lambda r, _: (r - r.mean()) / (r.std() + 1e-4), "free", values=values)
+        assert not right.failures and "group locality" in failures(audit(leaky))
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.may_not_be_checked
+def test_an_estimator_that_raises_was_not_checked() -> None:
+    """Rows in another order are not an edit that it may refuse; other names of groups are."""
+
+    def raising(r: Tensor, g: Tensor, where: Callable[[Tensor], bool]) -> Tensor:
+        if where(g):
+            raise IndexError("index 7 is out of bounds")
+        return standardised(1e-4)(r, g)
+
+    def names(g: Tensor) -> bool:
+        return int(g.max()) >= 100
+
+    def order(g: Tensor) -> bool:
+        return len(g) == 12 and not bool((g[:-1] <= g[1:]).all())
+
+    refuses = audit(AdvantageEstimator(lambda r, g: raising(r, g, names), "free", interleaved=False))
+    assert refuses.holds and refuses.strict().holds
+    broken = audit(AdvantageEstimator(lambda r, g: raising(r, g, order), "free", interleaved=False))
+    assert not broken.strict().holds and "could not be checked" in str(broken)
+
+    def nothing(r: Tensor, g: Tensor) -> Any:
+        return None if r.max() > 4 else standardised(1e-4)(r, g)
+
+    with pytest.raises(SubjectError, match="returned None"):
+        audit(AdvantageEstimator(nothing, "free"))

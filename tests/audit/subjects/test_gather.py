@@ -62,3 +62,12 @@ def test_twelve_ranks_arrive_in_the_order_of_their_numbers() -> None:
         return [a, b, c]
 
     assert audit(Gather(three)).holds and audit(Gather(lambda v: v[:3])).holds, "a simulation of three ranks"
+
+
+def test_what_is_gathered_may_be_read_once() -> None:
+    def ordered(values: list[Tensor], by_name: bool) -> Any:
+        places = sorted(range(len(values)), key=str if by_name else None)
+        return (values[place] for place in places)
+
+    assert audit(Gather(lambda v: ordered(v, False))).strict().holds is audit(Gather(list)).strict().holds
+    assert failed(Gather(lambda v: ordered(v, True))) == {"12 ranks"}

@@ -93,3 +93,12 @@ def test_an_undeclared_setting_is_seen() -> None:
 def test_settings_are_possible() -> None:
     with pytest.raises(SubjectError, match="top_p ≤ 1"):
         audit(sampler(top_p=1.5))
+
+
+@pytest.mark.parametrize(("more", "lost"), [(8, "0 of 1040"), (-3, "6 of 1024")])
+def test_a_sampler_may_fill_its_last_batch(more: int, lost: str) -> None:
+    right = sampler()
+    inner = right.draw
+    right.draw = lambda prompt, n, seed: inner(prompt, n + more, seed)
+    verdict = audit(right)
+    assert verdict.findings[0].measured == f"{lost} answers" and verdict.holds is (more > 0), str(verdict)

@@ -204,3 +204,76 @@ def test_an_optimizer_per_parameter_that_steps_inside_the_backward(fault: bool) 
 
     verdict = audit(Update(model, optimizer, update, sft_loss, step.batch, clips=False))
     assert verdict.holds is not fault, str(verdict)
+
+
+class TwoParts(nn.Module):
+    """A large body and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.body, self.head = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(torch.tanh(self.body(x)))
+
+
+def squares(model: nn.Module, batch: Mapping[str, Any]) -> torch.Tensor:
+    return ((model(batch["x"]) - batch["y"]) ** 2).mean()
+
+
+def pairs() -> dict[str, torch.Tensor]:
+    rng = torch.Generator().manual_seed(0)
+    return {"x": torch.randn(8, 4, generator=rng), "y": torch.randn(8, 2, generator=rng)}
+
+
+@pytest.mark.parametrize("fault", ["", "only the last part", "not cleared"])
+def test_a_part_in_a_flat_master_is_judged_by_the_models_own_gradient(fault: str) -> None:
+    model = TwoParts()
+    body = list(model.body.parameters())
+    master = nn.Parameter(torch.cat([p.detach().flatten() for p in body]))
+    optimizer = torch.optim.SGD([master, *model.head.parameters()], lr=0.1)
+
+    def update(batches: Sequence[Mapping[str, Any]]) -> None:
+        optimizer.zero_grad()
+        if fault != "not cleared":
+            model.zero_grad()
+        rows = sum(len(b["x"]) for b in batches)
+        for b in batches:
+            if fault == "only the last part":
+                model.body.zero_grad()
+            (squares(model, b) * len(b["x"]) / rows).backward()
+        master.grad = torch.cat([torch.zeros(p.numel()) if p.grad is None else p.grad.flatten() for p in body])
+        optimizer.step()
+
+    verdict = audit(Update(model, optimizer, update, squares, pairs(), clips=False))
+    where = {"": set(), "only the last part": {"handed gradient, no clip"}}
+    assert {f.subject for f in verdict.failures} == where.get(fault, {"handed gradient, the next update"})
+
+
+@pytest.mark.parametrize("clipped", ["head", "all"])
+@pytest.mark.parametrize("fault", ["", "never clipped", "the rest is never cleared"])
+def test_an_optimizer_of_a_part_may_clip_by_its_own_norm_or_by_that_of_all(clipped: str, fault: str) -> None:
+    """What it does not own is compared with nothing, and the first row says so. Where nobody clears it, it grows in the
+    norm, and shortens what is owned."""
+    model = TwoParts()
+    optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
+
+    def update(batches: Sequence[Mapping[str, Any]], bound: float) -> None:
+        optimizer.zero_grad()
+        if fault != "the rest is never cleared":
+            model.zero_grad()
+        rows = sum(len(b["x"]) for b in batches)
+        for b in batches:
+            (squares(model, b) * len(b["x"]) / rows).backward()
+        if fault != "never clipped":
+            nn.utils.clip_grad_norm_((model if clipped == "all" else model.head).parameters(), bound)
+        optimizer.step()
+
+    verdict = audit(Update(model, optimizer, update, squares, pairs()))
+    seen = {"never clipped": {"handed gradient, with a clip that binds"}}
+    if clipped == "all":
+        seen["the rest is never cleared"] = {"handed gradient, the next update"}
+    assert {f.subject for f in verdict.failures} == seen.get(fault, set()), str(verdict)
+    (first,) = (f for f in verdict.findings if f.subject == "handed gradient, no clip")
+    assert "2 of 4 trainable parameters" in first.measured

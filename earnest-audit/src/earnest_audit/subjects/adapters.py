@@ -28,7 +28,7 @@ class AdapterStart(Subject, name="adapter at initialization"):
     text. ``disable(model)`` is a context manager inside which the adapter is off.
     How: Outputs before and after attaching; then the trainable parameters are perturbed and the adapter is disabled.
     Exceptions: An adapter that changes the outputs at initialization by design declares identity=False.
-    Warns: (row "base weights", where the adapter makes up for their change) PiSSA takes its start out of the base.
+    Warns: (row "base weights", where their change is made up for) PiSSA takes the adapter's start out of the base.
     Detects: an initialization that is not exact, attaching that rounds or replaces base weights, a disable_adapter()
     that leaves a bias or a scale behind, an adapter that trains nothing
     """
@@ -65,8 +65,7 @@ class AdapterStart(Subject, name="adapter at initialization"):
                 why = "With the adapter disabled the model is not the base: a bias, a scale or a merged weight is left."
                 yield self.same("disabled", before, found, why)
         changed = {name: (p, old) for name, p, old in base.values() if not torch.equal(p.detach(), old)}
-        why = " changed when the adapter was attached."
-        row = self.none("base weights", list(changed), f"{len(changed)} changed", why)
+        row = self.none("base weights", list(changed), f"{len(changed)} changed", " changed by attaching the adapter.")
         if changed and fresh.outcome == "holds":
             olds = iter(old for _, old in changed.values())
             with moved([p for p, _ in changed.values()], lambda p, _: next(olds) - p, seed=0):

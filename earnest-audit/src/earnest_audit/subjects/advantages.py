@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from earnest_audit.errors import SubjectError
 from earnest_audit.precision import rounding
 from earnest_audit.subjects.base import Subject
 from earnest_audit.verdict import Finding
@@ -37,15 +38,16 @@ class AdvantageEstimator(Subject, name="advantages"):
     equal     equal rewards give 0, also where their mean is rounded; one different reward gives no giant
     sign      one right answer in a group is not below 0, the wrong ones not above, and it is above them
     names     other names of the groups (100, 101, …) change nothing
+    inputs    are not written into
     missing   a NaN reward raises, stays NaN, or is left out, alone or with its group: it does not become a number
 
     Needs: ``fn(rewards, groups)`` -> advantages, and ``scale``: "free" where a factor on all rewards changes nothing.
     ``over`` is what it is centred over: "group", "batch", or "none" (then shift and sum do not apply).
     ``scaled_over`` is what it is divided by, where that is another: "batch" (one number for all groups), "row" (each
-    row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0). ``baseline``: "other"
-    where it is not the mean (a median): the sum is then not checked. ``values``: the only rewards that occur, such as
-    (0.0, 1.0): what leads out of them is not tried. ``interleaved=False``: a group's rows stand together, ``size``
-    each. ``in_place=True``: it writes into the rewards by design.
+    row's own, such as the spread of the others), or "mean" (a group's mean, of rewards above 0: a shift then changes
+    the size). ``baseline``: "other" where it is not the mean (a median): the sum is then not checked. ``values``: the
+    only rewards that occur, such as (0.0, 1.0): what leads out of them is not tried. ``interleaved=False``: a group's
+    rows stand together, ``size`` each. ``in_place=True``: it writes into the rewards by design.
     How: Rewards or groups are edited, one way at a time. The tolerance is rounding over the smallest spread, plus the
     usual constant (up to 1e-4) in a denominator.
     Exceptions: Rewards that never round (0 and 1) need no floor under the spread: values=(0.0, 1.0).
@@ -64,6 +66,7 @@ class AdvantageEstimator(Subject, name="advantages"):
     values: Sequence[float] | None = None
     baseline: Literal["mean", "other"] = "mean"
     in_place: bool = False
+    _room = _usual = 0.0  # ``check`` sets them by its first call: the tolerance, and the largest advantage
 
     def check(self) -> Iterator[Finding]:
         rng = torch.Generator().manual_seed(self.seed)
@@ -76,10 +79,7 @@ class AdvantageEstimator(Subject, name="advantages"):
         given = torch.as_tensor(given).detach().reshape(-1).clone()
         if given.shape != rewards.shape:
             raise self.error("fn", f"it returned {len(given)} advantages of {len(rewards)} rewards")
-        # 16 bits: a few units in the last place; more would let anything pass.
-        coarse = given.dtype not in (torch.float32, torch.float64)
-        self._unit = 2 * torch.finfo(given.dtype).eps if coarse else rounding(rewards)
-        self._room, base = self._rounded(rewards, groups), given.float()
+        self._room, base = self._rounded(rewards, groups, given), given.float()
         self._usual = float(base.abs().max())
         why = "Every advantage is 0: nothing is learned."
         yield self.finding("advantages", f"largest {self._usual:.3g}", "not all 0", self._usual > 0, why)
@@ -89,13 +89,13 @@ class AdvantageEstimator(Subject, name="advantages"):
             yield from self._local(rewards, groups, base)
         if self.over == "batch":
             why = "A constant on all rewards moves the advantages: they are not centred."
-            yield self._gives("shift of all rewards", rewards + SHIFT, groups, base, why)
+            yield self._gives("shift of all rewards", (rewards + SHIFT, groups), base, why)
         why = "Scaling the rewards has another effect than declared: the division by a spread is in the wrong mode."
         scaled = base if self.scale == "free" else base * 2
-        yield self._gives(f"scale ({self.scale})", rewards * 2, groups, scaled, why)
+        yield self._gives(f"scale ({self.scale})", (rewards * 2, groups), scaled, why)
         order = self._order(rng)
         why = "The order of the rows matters: a statistic is taken along the wrong axis, or groups are found by place."
-        yield self._gives("permuted rows", rewards[order], groups[order], base[order], why)
+        yield self._gives("permuted rows", (rewards[order], groups[order]), base[order], why)
         if self.over == "group":
             yield self._centred(groups, base)
         if self.over != "none":
@@ -103,31 +103,35 @@ class AdvantageEstimator(Subject, name="advantages"):
             yield from self._one_of_many(rewards, groups)
         yield self._missing(rewards, groups)
 
-    def _gives(self, subject: str, rewards: Tensor, groups: Tensor, wanted: Tensor, meaning: str,
-               rows: Tensor | slice = slice(None), changed: Tensor | None = None) -> Finding:  # fmt: skip
-        """Edited rewards or groups give the ``wanted`` advantages, in these rows; up to a factor where ``changed`` rows
-        have other rewards, and so another divisor."""
-        if self.values is not None and not bool(torch.isin(rewards, torch.tensor(self.values).float()).all()):
+    def _gives(self, subject: str, edited: tuple[Tensor, Tensor], wanted: Tensor, meaning: str,
+               changed: Tensor | None = None, others: bool = False, refusable: bool = False) -> Finding:  # fmt: skip
+        """Edited rewards and groups give the ``wanted`` advantages; up to a factor where ``changed`` rows have other
+        rewards, and so another divisor. ``others``: without these. ``refusable``: an estimator may raise instead."""
+        values = torch.tensor(list(map(float, self.values or ()))).to(edited[0])
+        if self.values is not None and not bool(torch.isin(edited[0], values).all()):
             return self.not_applicable(subject, "leads out of the declared values")
         try:
-            found = self._run(rewards, groups)[rows]
+            found = self._run(*edited).float()
+        except SubjectError:
+            raise
         except Exception as error:
-            return self.refused(subject, error)
+            return self.refused(subject, error) if refusable else self.unchecked(subject, error)
         if changed is not None:
-            found = self._alike(found, wanted[rows], changed[rows])
-        return self.agrees(subject, self._off(found, wanted[rows]), self._room, meaning)
+            rows = ~changed if others else torch.ones_like(changed)
+            wanted, found = wanted[rows], self._alike(found[rows], wanted[rows], changed[rows])
+        return self.agrees(subject, self._off(found, wanted), self._room, meaning)
 
     def _off(self, found: Tensor, wanted: Tensor) -> float:
-        return float((wanted - found).abs().max()) / max(self._usual, 1e-12)
+        return float((wanted.float() - found.float()).abs().max()) / max(self._usual, 1e-12)
 
     def _local(self, rewards: Tensor, groups: Tensor, base: Tensor) -> Iterator[Finding]:
         """What is done to one group, or to the groups' names, stays there."""
         first = groups == groups[0]
         why = "A constant on one prompt's rewards moves advantages: groups are cut wrongly, or a mean or a spread is "
         why += 'over all prompts. (By design: over="batch", or scaled_over="batch" or "mean".)'
-        yield self._gives("shift of one group", rewards + SHIFT * first.float(), groups, base, why, changed=first)
+        yield self._gives("shift of one group", (rewards + SHIFT * first.float(), groups), base, why, first)
         why = "Groups with other names have other advantages: a name is taken for a place. Raise, or count the names."
-        yield self._gives("other names of the groups", rewards, groups + NAMES, base, why)
+        yield self._gives("other names of the groups", (rewards, groups + NAMES), base, why, refusable=True)
         if self.groups < 2:
             return
         other = torch.where(first, rewards * 3 - 1, rewards)
@@ -135,10 +139,10 @@ class AdvantageEstimator(Subject, name="advantages"):
             low, high = self._ends()
             other = rewards.index_fill(0, (first & (rewards == low)).nonzero()[0], high)
         why = "Another prompt's rewards reach into this one's advantages. (By design: declare scaled_over=\"batch\".)"
-        yield self._gives("group locality", other, groups, base, why, ~first, first)
-        last = groups[:-1] == groups[-1]
+        yield self._gives("group locality", (other, groups), base, why, first, others=True)
+        edited, last = (rewards[:-1], groups[:-1]), groups[:-1] == groups[-1]
         why = "With a row missing, other groups' advantages change: they are cut by place. Raise where one is not full."
-        yield self._gives("groups of unequal size", rewards[:-1], groups[:-1], base[:-1], why, ~last, last)
+        yield self._gives("groups of unequal size", edited, base[:-1], why, last, others=True, refusable=True)
 
     def _centred(self, groups: Tensor, base: Tensor) -> Finding:
         if self.scaled_over == "row" or self.baseline == "other":
@@ -237,7 +241,8 @@ class AdvantageEstimator(Subject, name="advantages"):
             why = "One right answer has a zero gradient here: legitimate where such groups are left out by design."
             yield self.not_applicable(subject, "every advantage is 0", why)
             return
-        worst, best, room = float(given[right].min()), float(given[~right].max()), self._rounded(one, groups) * found
+        worst, best = float(given[right].min()), float(given[~right].max())
+        room = self._rounded(one, groups, given) * found
         measured, holds = f"right {worst:.3g}, wrong up to {best:.3g}", worst >= -room and best <= room and worst > best
         why = "The only right answer is pushed down, or wrong ones up: a sign, an absolute value, or a wrong baseline."
         yield self.finding(subject, measured, f"right ≥ 0 ≥ wrong, up to {room:.1g}, and right > wrong", holds, why)
@@ -266,14 +271,17 @@ class AdvantageEstimator(Subject, name="advantages"):
         return self.finding(subject, f"the others are off by {off:.2g}", expected, off <= self._room, why)
 
     def _run(self, rewards: Tensor, groups: Tensor) -> Tensor:
-        return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().reshape(-1).float()
+        """As the estimator gives it, in its own dtype."""
+        return torch.as_tensor(self.fn(rewards.clone(), groups.clone())).detach().reshape(-1)
 
-    def _rounded(self, rewards: Tensor, groups: Tensor) -> float:
-        """Rounding of the largest shifted reward over the smallest spread that a group (or the batch) divides by, and
-        the usual constant in that division's denominator."""
+    def _rounded(self, rewards: Tensor, groups: Tensor, given: Tensor) -> float:
+        """Rounding of the largest shifted reward, in the dtype of what is ``given`` back, over the smallest spread that
+        a group (or the batch) divides by, and the usual constant in that division's denominator."""
         parts = [rewards[groups == g] for g in groups.unique()] if self.over == "group" else [rewards]
         spread = min((float(p.std()) for p in parts if len(p) > 1), default=1.0)
-        return (self._unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
+        # 16 bits: a few units in the last place; more would let anything pass.
+        unit = rounding(rewards) if given.dtype in (torch.float32, torch.float64) else 2 * torch.finfo(given.dtype).eps
+        return (unit * (float(rewards.abs().max()) + SHIFT) + STABILISER) / spread
 
 
 def _largest(advantages: Tensor) -> float:

@@ -153,22 +153,21 @@ class OuterStep(Subject, name="outer step"):
         momenta = [k for k in self.knobs if _is_momentum(k)]
         plain = {**self.knobs, **{k: 1.0 for k in self.knobs if _is_rate(k)}, **self.plain}
         acting = [k for k, v in self.knobs.items() if v and not (k in momenta or _is_rate(k) or k in self.plain)]
-        subject = "replicas, outer lr 1"
+        subject, refused = "replicas, outer lr 1", ""
         for still in (0.0, STILL):
             try:
                 rows = list(self._landings(start, one, two, {**plain, **dict.fromkeys(momenta, still)}))
-                break
             except Exception as error:
                 refused = type(error).__name__
-        else:
-            why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
-            yield self.not_applicable(subject, f"raises {refused}", why)
+                continue
+            if acting and any(row.outcome == "fails" for row in rows):
+                why = f"Declare plain=… with the values of {', '.join(acting)} at which the step is a plain mean."
+                yield self.not_applicable(subject, f"not their mean, with {', '.join(acting)}", why)
+            else:
+                yield from rows
             return
-        if acting and any(row.outcome == "fails" for row in rows):
-            why = f"Declare plain=… with the values of {', '.join(acting)} at which the step is a plain mean."
-            yield self.not_applicable(subject, f"not their mean, with {', '.join(acting)}", why)
-        else:
-            yield from rows
+        why = "The step refuses momentum 0 and learning rate 1, so where replicas land is not checked."
+        yield self.not_applicable(subject, f"raises {refused}", why)
 
     def _landings(self, start: Tensor, one: Tensor, two: Tensor, knobs: Mapping[str, float]) -> Iterator[Finding]:
         unit = torch.finfo(self.precision or start.dtype).eps
@@ -176,9 +175,9 @@ class OuterStep(Subject, name="outer step"):
         room = near * max(float(t.abs().max()) for t in (start, one, two))
         why = "Replicas do not end on their mean: a pseudo-gradient with the wrong sign, or one replica is left out. A "
         why += "momentum or a learning rate inside the step has to be a setting (momentum=…, lr=…)."
-        for many, locals_ in (("one replica", [one]), ("two replicas", [one, two])):
-            off = largest(gap(self._rounds(start, [locals_], knobs)[-1], torch.stack(locals_).mean(0)))
-            yield self.agrees(f"{many}, outer lr 1", off, room, why, "lands {} from their mean")
+        for who, of, whose in (("one replica", [one], "the local weights"), ("two replicas", [one, two], "their mean")):
+            off = largest(gap(self._rounds(start, [of], knobs)[-1], torch.stack(of).mean(0)))
+            yield self.agrees(f"{who}, outer lr 1", off, room, why, f"lands {{}} from {whose}")
         # A backup of an earlier round cancels at learning rate 1.
         half = {**knobs, **{k: 0.5 for k in knobs if _is_rate(k) and k not in self.plain}}
         a, b = self._rounds(start, [[one], [two]], half)
@@ -191,8 +190,7 @@ class OuterStep(Subject, name="outer step"):
         else:  # a move of a thousandth of every weight, which is more than most outer steps are
             start = start.abs().clamp_min(2**-6)
             moved = start * (1 + THOUSANDTH * one.sign())
-            landed = self._rounds(start, [[moved]], knobs)[-1]
-            off = float(((landed - moved) / (THOUSANDTH * start)).abs().max())
+            off = float(((self._rounds(start, [[moved]], knobs)[-1] - moved) / (THOUSANDTH * start)).abs().max())
             why = "A move of a thousandth of a weight is rounded away in 16 bits. (Intended: declare precision=…)"
             yield self.agrees("a small move", off, rounding(start) / THOUSANDTH, why, "off by {} of it")
 

@@ -105,12 +105,11 @@ def gap(a: Tensor, b: Tensor) -> Tensor:
 
 
 def equal(a: Any, b: Any, within: tuple[int, ...] = ()) -> bool:
-    """Whether two values are the same, containers and objects at any depth. NaN, and what has no ==, equals itself."""
+    """Whether two values, at any depth, are the same, or both NaN. What cannot be compared is taken to be the same."""
     if a is b or id(a) in within or type(a) is not type(b):
         return a is b or id(a) in within
     if isinstance(a, Tensor | np.ndarray):
-        same = a.shape == b.shape and a.dtype == b.dtype
-        return same and bool(((a == b) | ((a != a) & (b != b))).all())
+        return a.shape == b.shape and a.dtype == b.dtype and bool(((a == b) | ((a != a) & (b != b))).all())
     if isinstance(a, Mapping):
         return a.keys() == b.keys() and all(equal(a[k], b[k], (*within, id(a))) for k in a)
     if isinstance(a, list | tuple):

@@ -31,6 +31,7 @@ MISSING = torch.tensor(math.nan)  # in place of a column that a batch does not h
 class Collator(Subject, name="collator"):
     """DATA: A collator, or a data stage, treats each example by itself, in order, and leaves its inputs alone.
 
+    inputs       are not written into
     order        permuted examples give permuted rows, in every column
     purity       a row does not depend on the other examples, up to the padding
     again        the same examples give the same batch
@@ -139,8 +140,7 @@ class Collator(Subject, name="collator"):
 
     def _value(self, column: str, row: Tensor, example: Any) -> str:
         wanted = torch.as_tensor(self.columns[column](example))
-        off = _off(self._real(column, row), self._real(column, wanted))
-        return "differs" if off > rounding(row, wanted) else ""
+        return "differs" if _off(self._real(column, row), self._real(column, wanted)) > rounding(row, wanted) else ""
 
     def _tokens(self, row: Tensor, example: Any) -> str:
         found, wanted = row[row != self.ignore].tolist(), [int(t) for t in (self.targets or list)(example)]
@@ -199,6 +199,7 @@ class ChatTemplate(Subject, name="chat template"):
     supervised  another text of the user or the system leaves the supervised tokens as they are; another answer does not
     generated   what stands between the messages before an answer and its words (a generation prompt) is not supervised
     ends        the end that follows the words of every answer is supervised, and that of no other message
+    inputs      the messages are not written into
     untrained   answers that are declared not to be trained are not supervised, and neither are their ends
 
     Needs: ``tokens(messages)`` gives the ids that are trained on and which of them are supervised (1 or 0 each);
@@ -250,19 +251,19 @@ class ChatTemplate(Subject, name="chat template"):
             yield self.not_declared("ends of answers", "end=…, the id that ends an answer,")
             return
         ends = self._ends(messages)
-        off = [f"not of {i}" for i in answers if i in ends and not on[ends[i][0]]]
-        off += [f"also of {i}" for i in ends if i not in answers and any(on[place] for place in ends[i])]
-        without = [f"there is none of {i}" for i in answers if i not in ends]
-        right = sum(i in ends and on[ends[i][0]] for i in answers)
-        measured = "; ".join([f"{right} of {len(answers)} supervised", *off, *without])
+        off = [i for i in answers if i in ends and not on[ends[i][0]]]
+        also = [i for i in ends if i not in answers and any(on[place] for place in ends[i])]
+        without = [i for i in answers if i not in ends]
+        odd = (("not of", off), ("also of", also), ("there is none of", without))
+        said = [f"{what} {', '.join(map(str, which))}" for what, which in odd if which]
+        measured = "; ".join([f"{len(answers) - len(off) - len(without)} of {len(answers)} supervised", *said])
         why = "An answer's end is not supervised, so the model does not learn to stop; or another message's end is."
         if self.end not in ids:
             why = f"The id {self.end} is nowhere in the conversation: another one ends answers, or none."
-        row = self.finding("ends of answers", measured, "all, and no other", not off and not without, why)
+        row = self.finding("ends of answers", measured, "all, and no other", not said, why)
         if without and messages[-1]["role"] == "assistant":  # the next message may begin with the end
             ends |= self._ends([*messages, {"role": "user", "content": "7 x"}])
-        some = not off and any(i in ends for i in answers)
-        yield self.law.doubtful(row) if some else row
+        yield self.law.doubtful(row) if not off and not also and any(i in ends for i in answers) else row
 
     def _ends(self, messages: Messages) -> dict[int, list[int]]:
         """Message -> the places of ends after its words, up to the last words of the next one; none: no key. Where its

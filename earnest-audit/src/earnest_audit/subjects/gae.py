@@ -29,7 +29,7 @@ class GAE(Subject, name="generalised advantages"):
     two numbers. ``whitened`` where its advantages are normalised over the batch: it then has to give the returns too.
     ``holes`` where masked tokens may stand inside an answer (tool output) and are to be passed over.
     ``in_place=True``: it writes into its inputs by design.
-    How: Random rewards and values on ragged rows with prompt and padding, for λ, 0 and 1; then masked ones change.
+    How: Random rewards and values on padded rows, for λ, 0 and 1; then rewards and values of masked tokens are changed.
     Exceptions: Masked tokens inside an answer are checked only with holes=True.
     Detects: γ that is missing in δ, TRL #5303 (bootstrap from padding), returns from whitened advantages
     """

@@ -33,7 +33,8 @@ TWICE = 0.25  # two gradients that are added are off by about a half: the room h
 BINDS = 0.05  # of the gradient's norm: below that of a part, whose own clip would bind too
 STABILISER = 1e-6  # what torch's clip_grad_norm_ adds to the norm before it divides
 ANOTHER = "The optimizer gets another gradient: a mean of means, a scale that stays, only the last part, an early clip."
-CLIPPED = "The clip is per part, before the unscaling, by a norm that counts parts twice or not, or it is missing."
+CLIPPED = "It is clipped per micro-batch, before the loss scale is taken off, by a norm that counts a part twice or "
+CLIPPED += "leaves one out, or never."
 LAST = "The next update is given something of the last one: gradients are not cleared (zero_grad) between two updates."
 
 
@@ -67,7 +68,9 @@ class _Gradients(Subject, name=""):
             once = "One update must step the optimizer once; it steps once per micro-batch, or not at all."
             return self.finding(subject, "not one call of optimizer.step()", "one call per update", False, once)
         factor, why = found.best_scale(wanted), _most(found, wanted) + meaning
-        return self.agrees(subject, wanted.distance(found), room, why, f"off by {{}} (best factor {factor:.3g})")
+        few, every = len(wanted.parts), len(self._trained())
+        some = f", {few} of {every} trainable parameters" if few < every else ""
+        return self.agrees(subject, wanted.distance(found), room, why, f"off by {{}} (best factor {factor:.3g}){some}")
 
     def _made_by(self, act: Callable[[], Any]) -> Gradient:
         """What ``act`` leaves in ``.grad``, which is empty before; the model, with its buffers, is restored."""
@@ -132,7 +135,8 @@ class Accumulation(_Gradients, name="accumulation"):
     next by design (a running statistic beside the model).
     How: The batch in one piece, once more, and cut unevenly (also with a part that has no gradient, if it can); the
     tolerance is 16 times (8 in 16 bits) the effect of one unit in the last place.
-    Exceptions: With rows_interact=True the batch is only given twice. Update checks clips.
+    Exceptions: With rows_interact=True the batch is only given twice. A clip that does not bind is not detected here:
+    Update makes it bind.
     Detects: transformers' mean of means, and its #48690 (a router's loss times the ranks); gradients that are cleared
     """
 
@@ -165,8 +169,11 @@ class Accumulation(_Gradients, name="accumulation"):
         room = max(room, 8 * whole.distance(again))
         for subject, (parts, meaning) in cuts.items():
             found = self._gradient(parts)
-            meant = whole.times(found.best_scale(whole)) if self.rows_interact else whole
-            yield self._row(subject, found, meant, room, meaning)
+            factor = found.best_scale(whole)
+            meant, expected = (whole.times(factor), ", up to a factor") if self.rows_interact else (whole, "")
+            off = meant.distance(found)
+            measured = f"off by {off:.2g} (best factor {factor:.3g})"
+            yield self.finding(subject, measured, f"≤ {room:.2g}{expected}", off <= room, _most(found, meant) + meaning)
         if not self.stateful:
             yield twice
 
@@ -236,8 +243,7 @@ class Update(_Gradients, name="update"):
         wanted = wanted.only(self._grad_holders)
         with restored(self.model, self.optimizer):
             free = self._handed(parts, wide)
-            first = self._row("handed gradient, no clip", free, wanted, room, ANOTHER)
-            yield first
+            yield (first := self._row("handed gradient, no clip", free, wanted, room, ANOTHER))
         for split, others, meaning in idle if first.outcome == "holds" else ():
             with restored(self.model, self.optimizer):
                 handed = self._handed(others, wide)
@@ -247,19 +253,22 @@ class Update(_Gradients, name="update"):
         # The same parts on the same weights: what the cut alone did is the room of what follows, where that is less.
         near = min(room, 4 * max(wanted.distance(free), unit if unit > COARSE else 4 * unit))
         if self.clips:
+            own = wanted.norm()  # what is clipped is this norm, or that of all trainable parameters
             with restored(self.model, self.optimizer):
-                handed = self._handed(parts, BINDS * norm)
-            meant = [wanted.times(BINDS), wanted.times(BINDS * norm / (norm + STABILISER))]
+                handed = self._handed(parts, BINDS * own)
+            meant = [wanted.times(BINDS * own / by) for by in (norm, norm + STABILISER, own, own + STABILISER) if by]
             clipped = meant[0] if handed is None else min(meant, key=handed.distance)
             yield self._row("handed gradient, with a clip that binds", handed, clipped, near, CLIPPED)
         if first.outcome == "fails":
             return  # the next update would fail for the same reason
         with restored(self.model, self.optimizer):
             self._handed(parts, wide)
-            after = self._wanted(self.batch).only(self._grad_holders)
-            handed = self._handed(parts, wide, clear=False)
-            near *= max(1.0, wanted.norm() / max(after.norm(), 1e-300))  # a shorter one is coarser, relatively
-            yield self._row("handed gradient, the next update", handed, after, min(TWICE, near), LAST)
+            every = self._wanted(self.batch)
+            after = every.only(self._grad_holders)
+            near = min(TWICE, near * max(1.0, wanted.norm() / max(after.norm(), 1e-300)))  # a shorter one is coarser
+            bound = (1.1 + 4 * near) * (every.norm() + STABILISER)  # a clip there binds if the last gradients are left
+            handed = self._handed(parts, bound, clear=False)
+            yield self._row("handed gradient, the next update", handed, after, near, LAST)
 
     def _owned(self) -> dict[str, Tensor]:
         """Parameter -> the tensor whose ``.grad`` the optimizer reads for it; empty where it has only others."""
@@ -269,7 +278,7 @@ class Update(_Gradients, name="update"):
             alike = (i for i, t in owned.items() if t.shape == p.shape and torch.equal(t.detach().to(p), p.detach()))
             if n not in found and (place := next(alike, None)) is not None:
                 found[n] = owned.pop(place)
-        return found
+        return {**self._trained(), **found} if found and owned else found  # what is left over are masters, unmatched
 
     def _handed(self, parts: Sequence[Mapping[str, Any]], max_grad_norm: float, clear: bool = True) -> Gradient | None:
         """What stood in ``.grad`` when the optimizer stepped; None where it did not step exactly once."""

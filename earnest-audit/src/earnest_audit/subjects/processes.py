@@ -6,7 +6,7 @@ import fnmatch
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise, product
+from itertools import combinations, product
 from typing import Any
 
 import torch
@@ -98,8 +98,9 @@ class WeightSync(Subject, name="weight sync"):
         for name, buffer in self.model.named_buffers():
             if buffer.is_floating_point() and any(fnmatch.fnmatchcase(name, b) for b in self.buffers):
                 chosen[name] = buffer
-        arrives = {name: self._arrives(tensor, agree) for name, tensor in chosen.items()}
-        lost, hidden = ([name for name in chosen if arrives[name] is how] for how in (False, None))
+        lost, hidden = list[str](), list[str]()
+        for name, tensor in chosen.items():
+            self._alone(name, tensor, agree, lost, hidden)
         self.push()
         shown = len(chosen) - len(hidden)
         if not shown:
@@ -108,17 +109,17 @@ class WeightSync(Subject, name="weight sync"):
         why = ": the sampler does not follow: it is not sent, or misnamed, or the sampler has a copy (a tied head)."
         return self.none(subject, lost, f"{len(lost)} of {shown} do not arrive{aside}", why)
 
-    def _arrives(self, tensor: Tensor, agree: float) -> bool | None:
-        """Whether a perturbation that stands out at the trainer reaches the sampler; None where none stands out."""
+    def _alone(self, name: str, tensor: Tensor, agree: float, lost: list[str], hidden: list[str]) -> None:
+        """Notes a tensor as lost if a perturbation that stands out does not arrive, as hidden if none stands out."""
         base, rms = outputs(self.trainer), float(tensor.detach().float().square().mean().sqrt()) or 1.0
-        sizes = iter([factor * rms for factor in PERTURBATIONS])
-        for _ in PERTURBATIONS:
-            with moved([tensor], lambda _, noise: next(sizes) * noise, seed=0):
-                by = difference(outputs(self.trainer), base)
-                if max(CLEAR * agree, 16 * OWN) < by < float("inf"):
+        for factor in PERTURBATIONS:
+            with moved([tensor], lambda _, noise, by=factor * rms: by * noise, seed=0):  # type: ignore[misc]
+                far = difference(outputs(self.trainer), base)
+                if max(CLEAR * agree, 16 * OWN) < far < float("inf"):
                     self.push()
-                    return self._apart() <= by / 2
-        return None
+                    lost += [] if self._apart() <= far / 2 else [name]
+                    return
+        hidden.append(name)
 
     def _apart(self) -> float:
         return difference(outputs(self.sampler), outputs(self.trainer))
@@ -156,15 +157,17 @@ class Gather(Subject, name="gather"):
 
     def _odd(self) -> list[Tensor]:
         """What is often taken for padding, in front and at the end; one rank sends nothing else."""
-        pairs = pairwise([v for v in ODD if v != self.padding] * (self.ranks + 1))
-        ranks = zip(range(self.ranks), pairs, strict=False)
-        return [torch.tensor([first, 7.0 + rank, last] if rank else [first] * 3) for rank, (first, last) in ranks]
+        odd, sent = [v for v in ODD if v != self.padding], list[Tensor]()
+        for rank in range(self.ranks):
+            first, last = odd[rank % len(odd)], odd[(rank + 1) % len(odd)]
+            sent.append(torch.tensor([first, 7.0 + rank, last] if rank else [first] * 3))
+        return sent
 
     def _many(self) -> Finding:
         """At least 11 ranks, so that their names sort differently as texts: rank10 before rank2."""
         subject, sent, why = f"{MANY} ranks", self._counted([3] * MANY), "It simulates another number of ranks."
         try:
-            came = len(self.gather([t.clone() for t in sent]))
+            came = len(list(self.gather([t.clone() for t in sent])))
         except Exception as error:
             return self.not_applicable(subject, f"raises {type(error).__name__}", why)
         return self._row(subject, sent) if came == MANY else self.not_applicable(subject, f"{came} came back", why)

@@ -53,10 +53,10 @@ class Sampler(Subject, name="sampler"):
             raise self.error(f"temperature={self.temperature}, top_p={self.top_p}", "above 0 is needed, and top_p ≤ 1")
         answers = [(p, self._drawn(p, self.draws, 0)) for p in self.prompts]
         each = [ids for _, of in answers for ids, _ in of]
-        finite = sum(0 < len(ids) == sum(map(math.isfinite, given)) for _, of in answers for ids, given in of)
-        lost = self.draws * len(self.prompts) - finite
+        asked = len(each) + sum(max(0, self.draws - len(of)) for _, of in answers)  # or more: a full last batch
+        lost = asked - sum(0 < len(ids) == sum(map(math.isfinite, given)) for _, of in answers for ids, given in of)
         why = "Answers are empty or missing, or not every token has one finite log-prob."
-        yield self.finding("token ids", f"{lost} of {len(each)} answers", "none", not lost, why)
+        yield self.finding("token ids", f"{lost} of {asked} answers", "none", not lost, why)
         if lost:
             return
         self._limit = rounding(self.score(self.prompts[0], each[0]), precision=self.precision)
@@ -109,7 +109,7 @@ class Sampler(Subject, name="sampler"):
         yield self.finding("seeds", f"same seed: {same} tokens; other seed: {other}", "the same, other", holds, why)
 
     def _surprise(self, p: Tensor, drawn: list[int]) -> float:
-        """The largest n·KL(counted ‖ p), up to rounding of p: of the first tokens, each and together, and of all."""
+        """The largest n·KL(counted ‖ p), up to rounding: of the most probable tokens, each and together, and of all."""
         order = p.argsort(descending=True)
         counts, mass = torch.tensor(drawn).bincount(minlength=len(p))[order].double(), p[order]
         q = torch.cat([counts[:FEW], counts[:FEW].cumsum(0), counts[mass > 0].sum()[None]]) / len(drawn)

@@ -83,19 +83,23 @@ class RoundTrip(Subject, name="save and load"):
             return
         first = [{id(p): n for n, p in reversed(of.items()) if n in names} for of in (mine, theirs)]
         for subject, fact, meaning in (
-            ("what is trainable", lambda p, _: p.requires_grad, "frozen, or no longer (by design: for_training=False)"),
-            ("dtypes", lambda p, _: p.dtype, "of another dtype"),
-            ("tied parameters", lambda p, tied: tied[id(p)], "two tensors, which were one, or the other way round"),
-        ):
+            ("what is trainable", lambda p, _: p.requires_grad, "are frozen after the load, or no longer: a resumed "
+             "run trains another set (by design: for_training=False)"),
+            ("dtypes", lambda p, _: p.dtype, "have another dtype after the load"),
+            ("tied parameters", lambda p, tied: tied[id(p)], "were one tensor and are two after the load, or the other "
+             "way round: they drift apart with the first update"),
+        ):  # fmt: skip
             wrong = [n for n in names if fact(mine[n], first[0]) != fact(theirs[n], first[1])]
-            yield self.none(subject, wrong, f"{len(wrong)} of {len(names)} differ", f": after the load {meaning}.")
+            yield self.none(subject, wrong, f"{len(wrong)} of {len(names)} differ", f" {meaning}.")
 
 
 def load_onto(made: Any, load: Callable[[Any, Path], Any], folder: Path) -> Any:
     """What a load returns; what it was given, where that is nothing, or a report such as ``load_state_dict``'s."""
     given = load(made, folder)
+    if isinstance(given, type(made)):
+        return given
     report = given is None or isinstance(given, tuple | list | Mapping | str | int | float)
-    return made if report and not isinstance(given, type(made)) else given
+    return made if report else given
 
 
 @dataclass
@@ -171,8 +175,7 @@ class Resume(Subject, name="resume"):
             yield self._equal(subject, end, self.state(second), why)
         subject, why = "the data after a resume", "The data stream starts again, or skips, after a resume."
         if wanted or seen_second:
-            holds = equal(seen_second, wanted)
-            yield self.finding(subject, f"{seen_second[:3]}", f"{wanted[:3]}", holds, why)
+            yield self.finding(subject, f"{seen_second[:3]}", f"{wanted[:3]}", equal(seen_second, wanted), why)
         else:
             yield self.not_declared(subject, "the ids of the data, which run(x, n) returns,")
         yield from follows

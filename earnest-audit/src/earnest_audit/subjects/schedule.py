@@ -86,8 +86,9 @@ class Schedule(Subject, name="schedule"):
 
     def _group(self, of: str, one: list[float], peak: float, final: float, warmup: float | None) -> Iterator[Finding]:
         top, middle, (low, high) = max(one), one[len(one) // 2], sorted((peak, final))
-        why = "The peak is never reached, is exceeded, or is another group's: one rate is written over every group."
-        yield self.finding(f"peak{of}", f"{top:.3g}", f"{peak:.3g}", 0.9 * peak <= top <= ABOVE * peak, why)
+        why = "The peak is missed, exceeded or another group's: one rate for all. (A rounded peak: declare it exactly.)"
+        holds, expected = 0.9 * peak <= top <= ABOVE * peak, f"{0.9 * peak:.3g} to {ABOVE * peak:.3g}"
+        yield self.finding(f"peak{of}", f"{top:.3g}", expected, holds, why)
         if not self.restarts:
             holds = low < middle <= high or peak == final or (self.ends is not None and self.ends <= len(one) // 2)
             why = "Half way the schedule is at its end already: it counts batches, ranks or micro-batches as steps."
@@ -116,10 +117,9 @@ class Schedule(Subject, name="schedule"):
             yield self.finding(f"the last steps{of}", f"the final rate is {reached}", expected, holds, why)
         if ends:
             least = min(one[rises[-1] if self.restarts and rises else one.index(top) :])
-            holds = least >= low - max(FLAT * top, last)
             why = "The rate falls below its declared end: the floor is not applied, or only at the last step."
             measured = f"the least rate after the peak is {least:.3g}"
-            yield self.finding(f"floor{of}", measured, f"{low:.3g} or above", holds, why)
+            yield self.finding(f"floor{of}", measured, f"{low:.3g} or above", least >= low - max(FLAT * top, last), why)
         if warmup is None:
             return
         # The top comes at the end of the warm-up; a step early or late is how steps are counted.
