@@ -453,13 +453,13 @@ def test_overrides_merge() -> None:
 
 def test_chats_are_answered_during_an_update(live: Live, adapter) -> None:
     """Answers are given between the micro-batches of an update, by the version from before; nothing waits for it."""
-    name = adapter("busy", updates=8, micro_tokens=32)
+    name = adapter("busy", updates=24, micro_tokens=32)
     given = [live.teach(live.chat(name, f"Describe the {w}.", seed=i), text="Too cold.") for i, w in enumerate(WORDS)]
     during = 0
     while live.http.get(f"/v1/feedback/{given[-1]['id']}").json()["status"] == "queued":
         learning = live.get("/health")["learning"]
         answer = live.chat(name, "Describe the sea.", max_tokens=4)
-        if learning is not None and learning["phase"] == "step" and learning["step"] < 7:
+        if learning is not None and learning["phase"] == "step" and learning["step"] < 23:
             assert answer["adapter_version"] < learning["version"]
             during += 1
     assert during >= 2

@@ -150,14 +150,13 @@ def _trials(
     trials += [("", _beside(probe, base, value), mild)] if clip else []
     trials.append(("", signs, others[2:]))
     if not at_one:
-        high, low = (
-            ([math.copysign(max(1e6 * abs(value), 1e3), value)], [1e-6 * value]) if type(value) is float else ([], [])
-        )
-        if step.kinds.get(knob) == "target":
-            high, low = [-value, -1e3], []  # a hinge whose every pair is active
+        if step.kinds.get(knob) == "target":  # a hinge whose every pair is active
+            trials.append((", far beyond,", (base,), [-value, -1e3]))
+        elif isinstance(value, float):
+            trials.append((", far beyond,", (base,), [math.copysign(max(1e6 * abs(value), 1e3), value)]))
+            trials.append((", far below,", (base,), [1e-6 * value]))
         references = [r for r in edits.LOGPROBS if r.startswith("reference") and r in step.roles]
         distant = (far(step, base, references, 30.0, odd) for odd in (0, 1) if references)
-        trials += [(", far beyond,", (base,), high), (", far below,", (base,), low)]
         trials += [] if clip else [(" with ratios of whole rows beside it", _beside(probe, base, value), mild)]
         trials.append((" with far references", distant, mild))
     for how, batches, values in trials:

@@ -125,6 +125,9 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         buffers = {n: bits(t) for n, t in step.model.named_buffers()}
         _update(probe, gradient.parts)
         pushed |= {n for n, t in step.model.named_buffers() if buffers.get(n) != bits(t)}
+    if step.optimizer is not None and not any(group.get("lr", 1.0) for group in step.optimizer.param_groups):
+        why = "The learning rate is 0: nothing moves, and what waits for another to move gets no gradient."
+        yield LAW.finding("learning rate", "0", "above 0", False, why)
     alive = {n for n, most in sizes.items() if most > 0}
     least = CANCELS * max(sizes.values(), default=0.0)
     zero = {n for n, most in sizes.items() if least > 0 and most <= least and probe.parameters[n].ndim <= 1}
@@ -140,9 +143,8 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         f"{len(alive)} got a gradient within {STEPS} steps" + (f", {idle} idle" if idle else "")
         + (f"; {some(offset)} cancels in every pair and trains nothing" if offset and pairs else ""),
         "all but those that may idle" if step.may_idle or heads else "all", not dead,
-        f"No gradient reaches {some(dead)}: a detach, a bypass, checkpointing that cuts the graph, two factors of 0, "
-        "or a learning rate of 0. Declare what idles by design (experts without a token, a bias that cancels): "
-        'may_idle=("*.experts.*", "head.bias").',
+        f"No gradient reaches {some(dead)}: a detach, a bypass, checkpointing that cuts the graph, two factors of 0. "
+        'Declare what idles by design (experts, a bias that cancels): may_idle=("*.experts.*", "head.bias").',
     )  # fmt: skip
     still = [n for n, p in probe.parameters.items() if bits(p) == before[n] and n in alive]
     lost = ([] if pairs else offset) + [n for n in still if n in zero and step.optimizer is not None]
@@ -158,8 +160,8 @@ def _train(probe: Probe, first: Gradient) -> Rows:
     yield LAW.finding(
         f"{len(names)} trainable parameters", f"{len(alive) - len(still)} changed their bits",
         f"all that got a gradient ({len(alive)})", not still,
-        f"{some(still)} get a gradient and do not move: the optimizer does not own them, the learning rate is 0, or "
-        "rounding to their dtype loses the update (keep them in fp32, or raise the learning rate).",
+        f"{some(still)} get a gradient and do not move: the optimizer does not own them, or rounding to their dtype "
+        "loses the update (keep them in fp32, or raise the learning rate).",
     )  # fmt: skip
     if found is not None and found.share is not None:
         yield LAW.finding(
@@ -196,19 +198,18 @@ def idles(name: str, patterns: Sequence[str]) -> bool:
 
 
 def _update(probe: Probe, parts: Mapping[str, Tensor | None]) -> None:
-    step = probe.step
+    step, optimizer = probe.step, probe.step.optimizer
     for name, p in probe.parameters.items():
-        g, sparse = parts[name], name in probe.sparse and step.optimizer is not None
+        g, sparse = parts[name], name in probe.sparse and optimizer is not None
         p.grad = None if g is None else g.to_sparse(1) if sparse else g.clone()
     owned = [p for p in probe.parameters.values() if p.grad is not None]
-    if step.optimizer is not None:
-        after_warmup(step.optimizer)
+    if optimizer is not None:
+        after_warmup(optimizer)
     if step.update is not None:
         step.update()
         return
     if step.max_grad_norm is not None:
         torch.nn.utils.clip_grad_norm_(owned if step.clipped is None else step.clipped, step.max_grad_norm)
-    optimizer = step.optimizer
     if optimizer is None and owned:  # a small step of our own, only to leave the initial state
         sizes = zip(owned, perturbation_sizes(owned, 1e-3), strict=True)
         optimizer = torch.optim.Rprop([{"params": [p], "lr": size} for p, size in sizes])
