@@ -50,10 +50,8 @@ def check(probe: Probe) -> Rows:
     # A divergence whose teacher is no input has it made in the step, under a detach as a rule.
     given = step.kind in ("preference", "sft") or (step.kind == "divergence" and "teacher" in step.roles)
     if not (given or step.value_is_loss):
-        raise Ends(LAW.not_declared(
-            step.name, "value_is_loss=True where the loss has no stop-gradient by design (ratio forms, SFT, DPO, "
-            "divergences from a given teacher), False where it has (REINFORCE, a detached teacher or weight),",
-        ))  # fmt: skip
+        what = "value_is_loss=True (ratio forms, SFT, DPO, a given teacher) or False (a detach by design: REINFORCE),"
+        raise Ends(LAW.not_declared(step.name, what))
     with probe.perturbed():
         exact = _exact(probe)
         if exact is None and probe.coarse:

@@ -126,8 +126,7 @@ def _train(probe: Probe, first: Gradient) -> Rows:
         _update(probe, gradient.parts)
         pushed |= {n for n, t in step.model.named_buffers() if buffers.get(n) != bits(t)}
     if step.optimizer is not None and not any(group.get("lr", 1.0) for group in step.optimizer.param_groups):
-        why = "The learning rate is 0: nothing moves, and what waits for another to move gets no gradient."
-        yield LAW.finding("learning rate", "0", "above 0", False, why)
+        yield LAW.finding("learning rate", "0", "above 0", False, "Nothing moves, or gets a gradient after a move.")
     alive = {n for n, most in sizes.items() if most > 0}
     least = CANCELS * max(sizes.values(), default=0.0)
     zero = {n for n, most in sizes.items() if least > 0 and most <= least and probe.parameters[n].ndim <= 1}

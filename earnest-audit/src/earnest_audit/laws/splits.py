@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -152,10 +153,12 @@ def _even(probe: Probe) -> Span | None:
 
 
 def _cut(probe: Probe, step: Step, part: Part = ALL) -> Span | None:
-    """The rows' gradient as a combination of that of a third of them and that of the others; None where one of those
-    is not finite."""
+    """The gradient as a combination of those of a third of the rows and of the others; None where one is not finite."""
     third, rows, whole = max(1, step.rows // 3), torch.arange(step.rows), part.gradient(probe, step.batch)
-    pieces = [part.gradient(probe, edits.take_rows(step, some)) for some in (rows[:third], rows[third:])]
+    pieces = []
+    for some in (rows[:third], rows[third:]):  # kept: the terms of a loss share what is left without them
+        batch = probe.kept(f"rows {some.tolist()} of {id(step.batch)}", partial(edits.take_rows, step, some))
+        pieces.append(part.gradient(probe, batch))
     return span(whole, *pieces) if all(p.finite() for p in pieces) else None
 
 
