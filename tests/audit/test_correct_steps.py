@@ -237,7 +237,7 @@ def test_a_loss_of_pairs_of_another_family_gives_two_answers() -> None:
 
 
 def test_log_probs_without_a_graph_are_not_declared() -> None:
-    """Under no_grad or inference_mode no gradient goes through them, which is no fault of the loss."""
+    """Under no_grad or inference_mode no gradient goes through them, and the loss may be right."""
     right = policy_step()
     own: Any = right.logprobs
 

@@ -7,7 +7,7 @@ import dataclasses
 import random
 import warnings
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from types import FunctionType, MethodType, ModuleType, SimpleNamespace
@@ -301,7 +301,13 @@ def rebuilt(value: Any, change: Callable[[Any], Any]) -> Any:
     return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
 
 
-def perturbation_sizes(parameters: Iterable[Tensor], size: float = 0.05) -> list[float]:
+def perturbed(tensors: Sequence[Tensor], size: float) -> AbstractContextManager[None]:
+    """Inside, every tensor has noise of ``perturbation_sizes``."""
+    sizes = iter(perturbation_sizes(tensors, size))
+    return moved(tensors, lambda _, noise: next(sizes) * noise, seed=0)
+
+
+def perturbation_sizes(parameters: Iterable[Tensor], size: float) -> list[float]:
     """The standard deviation of each parameter's perturbation: ``size`` times its rms (a typical one where it is 0)."""
     rms = [float(p.detach().float().square().mean().sqrt()) for p in parameters]
     alive = sorted(r for r in rms if r > 0)

@@ -254,8 +254,8 @@ def test_a_part_in_a_flat_master_is_judged_by_the_models_own_gradient(fault: str
 @pytest.mark.parametrize("clipped", ["head", "all"])
 @pytest.mark.parametrize("fault", ["", "never clipped", "the rest is never cleared"])
 def test_an_optimizer_of_a_part_may_clip_by_its_own_norm_or_by_that_of_all(clipped: str, fault: str) -> None:
-    """What it does not own is compared with nothing, and the first row says so. Where nobody clears it, it grows in the
-    norm, and shortens what is owned."""
+    """What it does not own is not compared, and the first row counts what is. Where the rest is never cleared, the norm
+    of all grows, and a clip by it shortens what is owned."""
     model = TwoParts()
     optimizer = torch.optim.SGD(model.head.parameters(), lr=0.1)
 

@@ -7,9 +7,8 @@ a row at the reference, not above it          is raised (a KL in the reward is a
 Needs: role rewards, where the loss computes its own advantages; logprobs=fn; roles group and reference
 How: On-policy, the worst row gets the best reward (or is placed at the reference), and the change of the gradient is
 compared with that row's ∇Σlp.
-Exceptions: Only reward values that occur are used: some estimators divide by a mean. A row that the loss leaves out has
-no weight, and the next is tried. With a critic's values, or a baseline over the batch (rows_interact=True), equal
-groups may have a gradient.
+Exceptions: Only reward values that occur are used: some estimators divide by a mean. Where the loss leaves out a row,
+the next is tried. With a critic, or a baseline over the batch (rows_interact=True), equal groups may have a gradient.
 Detects: a baseline with the wrong sign or from the neighbouring group, a KL that is added to the reward (TRL #463)
 """
 

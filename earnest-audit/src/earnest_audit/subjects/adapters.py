@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.precision import rounding
-from earnest_audit.restore import moved, perturbation_sizes
+from earnest_audit.restore import moved, perturbed
 from earnest_audit.subjects.base import Subject, gap, largest, outputs
 from earnest_audit.verdict import Finding
 
@@ -53,8 +53,7 @@ class AdapterStart(Subject, name="adapter at initialization"):
         names = f"{len(own)} of {len(trained)} trainable parameters are the adapter's"
         why = "Nothing of the adapter is trainable, or base weights are trained with it."
         yield self.finding("what is trainable", names, "all, and some", bool(own) and len(own) == len(trained), why)
-        sizes = iter(perturbation_sizes(own, 1.0))
-        with moved(own, lambda _, noise: next(sizes) * noise, seed=0):
+        with perturbed(own, 1.0):
             why = "Perturbing every parameter of the adapter does not change the outputs: it is not applied."
             yield self.moved("perturbed", outputs(self.outputs, adapted), before, why)
             if self.disable is None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from earnest_audit.precision import rounding
-from earnest_audit.restore import moved
+from earnest_audit.restore import perturbed
 from earnest_audit.subjects.base import Subject, difference, equal, outputs
 from earnest_audit.verdict import Finding
 
@@ -100,7 +100,16 @@ class WeightSync(Subject, name="weight sync"):
                 chosen[name] = buffer
         lost, hidden = list[str](), list[str]()
         for name, tensor in chosen.items():
-            self._alone(name, tensor, agree, lost, hidden)
+            base = outputs(self.trainer)
+            for size in PERTURBATIONS:
+                with perturbed([tensor], size):
+                    far = difference(outputs(self.trainer), base)
+                    if max(CLEAR * agree, 16 * OWN) < far < float("inf"):  # it stands out
+                        self.push()
+                        lost += [] if self._apart() <= far / 2 else [name]
+                        break
+            else:
+                hidden.append(name)
         self.push()
         shown = len(chosen) - len(hidden)
         if not shown:
@@ -108,18 +117,6 @@ class WeightSync(Subject, name="weight sync"):
         aside = f" ({len(hidden)} do not show: {', '.join(hidden[:3])})" if hidden else ""
         why = ": the sampler does not follow: it is not sent, or misnamed, or the sampler has a copy (a tied head)."
         return self.none(subject, lost, f"{len(lost)} of {shown} do not arrive{aside}", why)
-
-    def _alone(self, name: str, tensor: Tensor, agree: float, lost: list[str], hidden: list[str]) -> None:
-        """Notes a tensor as lost if a perturbation that stands out does not arrive, as hidden if none stands out."""
-        base, rms = outputs(self.trainer), float(tensor.detach().float().square().mean().sqrt()) or 1.0
-        for factor in PERTURBATIONS:
-            with moved([tensor], lambda _, noise, by=factor * rms: by * noise, seed=0):  # type: ignore[misc]
-                far = difference(outputs(self.trainer), base)
-                if max(CLEAR * agree, 16 * OWN) < far < float("inf"):
-                    self.push()
-                    lost += [] if self._apart() <= far / 2 else [name]
-                    return
-        hidden.append(name)
 
     def _apart(self) -> float:
         return difference(outputs(self.sampler), outputs(self.trainer))

@@ -34,9 +34,8 @@ class Schedule(Subject, name="schedule"):
     name; each has to matter. ``of_rank(total, rank)`` -> the rates of one rank, where each rank computes its own.
     How: The learning rates of a whole run, for 1 rank and for 4, and with other values of each setting.
     Exceptions: The peak may be missed by a tenth (warm-ups that start at 1/n do), and exceeded by a hundredth. The
-    final rate may be missed by a quarter of itself (by a tenth of the peak where it is 0), or by one and a half times
-    the last step's change. With restarts the warm-up ends at the first fall, and the floor is checked after the last
-    rise.
+    final rate may be missed by a quarter of itself (of 0: by a tenth of the peak), or by one and a half times the last
+    step's change. With restarts the warm-up ends at the first fall; the floor is checked after the last rise.
     Warns: (rows "half way" and "the first fall") a schedule that is at its end early by design, where ``ends`` declares
     when it is there; a decay that is steepest in its first step, or has its first stage directly after the warm-up.
     Detects: a scheduler that is stepped once per process, a plan in micro-batches, hi-ml #611 (one rate for all

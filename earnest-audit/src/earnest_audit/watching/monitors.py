@@ -15,7 +15,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from earnest_audit.laws.liveness import some
 from earnest_audit.limits import ENOUGH, MANY
-from earnest_audit.verdict import Finding, LawOutcome, judged
+from earnest_audit.verdict import Finding, Outcome, judged
 
 FEW = 3  # parameters that are compared
 SAMPLE = 4096  # entries of a parameter that are compared
@@ -248,7 +248,7 @@ class Norm:
 
     def findings(self) -> Iterator[Finding]:
         if self.short.looks >= SURE:
-            often: LawOutcome | bool = "warns" if self.short.good else False  # a mean of several updates lags behind
+            often: Outcome = "warns" if self.short.good else False  # a mean of several updates lags behind
             yield judged(
                 "MR", "grad_norm", f"below what the optimizer is given in {self.short.looks - self.short.good} of "
                 f"{self.short.looks} looks, at most {self.ratio:.2g} of it", f"≥ {SLACK:g} in most looks",
