@@ -48,8 +48,8 @@ def check(probe: Probe) -> Rows:
     with probe.perturbed():
         batch = probe.off_policy()
     yield _compare(probe, "the batch", batch)
-    looked = step.logprobs is not None or step.student is not None
-    enough = probe.afford(11 / 3 if looked else 8 / 3, keep=0)  # gradients, and looks at log-probs
+    looks = step.logprobs is not None or step.student is not None or step.kind == "sft"  # at log-probs, or the loss
+    enough = probe.afford(13 / 3 if looks else 8 / 3, keep=0)
     paired = step.kind == "preference" and "chosen" in step.roles
     if not enough or (head := _head(probe)) is None:
         why = "no matrix to scale up" if enough else SPENT
